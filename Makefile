@@ -1,0 +1,45 @@
+# SteerGate: every command a developer or a new user needs. Each sets up what it needs by itself.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint lock clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON ?= python3
+# PyTorch's CPU wheels are not on every package index. Where pip cannot find torch's +cpu build, name an
+# index or a folder that has it:  make setup TORCH_INDEX=<url>   or   PIP_FIND_LINKS=<folder> make setup
+TORCH_INDEX ?=
+LOCKS := requirements/server.txt requirements/dev.txt
+STAMP := $(VENV)/.steergate-$(shell cat $(LOCKS) pyproject.toml sdk/python/pyproject.toml | sha256sum | cut -c1-16)
+
+help:
+	@echo "make setup | demo [ARGS=--json] | test | lint | lock"
+
+setup: $(STAMP)
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "SteerGate needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements/server.txt)"
+	$(BIN)/pip install --quiet --no-deps -r requirements/server.txt -r requirements/dev.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e sdk/python
+	rm -f $(VENV)/.steergate-*
+	touch $@
+
+demo: setup
+	@$(BIN)/python -m steergate_server.demo $(ARGS)
+
+test: setup lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy server/steergate_server sdk/python/steergate tools
+
+# Resolve the lock files again from their .in files (needs network and uv).
+lock:
+	uv pip compile --quiet --python-version 3.11 --no-annotate --no-header --override requirements/overrides.txt requirements/server.in -o requirements/server.txt
+	uv pip compile --quiet --python-version 3.11 --no-annotate --no-header --override requirements/overrides.txt requirements/dev.in -o requirements/dev.txt
+
+clean:
+	rm -rf $(VENV)

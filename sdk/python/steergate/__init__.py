@@ -1,0 +1,1 @@
+"""Client SDK for SteerGate: typed activation steering over HTTP."""

@@ -1,0 +1,1 @@
+"""SteerGate server: typed, contract-first activation steering for stock vLLM."""

@@ -1,0 +1,1 @@
+"""Steering algorithms: the extension API, the registry, and one file for each algorithm."""

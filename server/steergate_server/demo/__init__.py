@@ -1,0 +1,1 @@
+"""The bundled model, its vectors, and the demonstration program."""

@@ -1,0 +1,1 @@
+"""Table families, lowering of payloads into persistent pools, and the in-graph operators."""

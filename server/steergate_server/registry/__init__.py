@@ -1,0 +1,1 @@
+"""Names, digests and the payload spool."""

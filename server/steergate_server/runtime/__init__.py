@@ -1,0 +1,1 @@
+"""The engine-independent controller: sites, row selection, lanes, gates, cache identity, report."""
