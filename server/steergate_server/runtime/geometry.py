@@ -1,0 +1,22 @@
+"""The shape of one step: which requests run which rows, in the order in which the batch holds them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class StepGeometry(NamedTuple):
+    """`request_ids` in batch order; `counts` [requests]: rows of each in this step; `starts` [requests]: absolute
+    position of each one's first row. Rows of a request are consecutive, and so are their positions."""
+
+    request_ids: list[str]
+    counts: NDArray[np.int64]
+    starts: NDArray[np.int64]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the step, padding left out."""
+        return int(self.counts.sum())

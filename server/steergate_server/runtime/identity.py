@@ -1,0 +1,58 @@
+"""Cache identity: what keys KV blocks, so that they are shared only between runs with identical activations."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+from steergate_server.runtime.plan import Plan, fingerprint
+from steergate_server.runtime.selection import first_selected_row, ignores_phase
+
+_TAG = b"steergate/kv/1\0"
+
+
+def first_changed_row(plan: Plan, prompt_length: int) -> int:
+    """The first row whose KV the plan can change."""
+    rows = [first_selected_row(vector.where, prompt_length) for vector in plan.vectors]
+    rows += [prompt_length if gate.at == "generated" else prompt_length - 1 for gate in plan.gates]
+    return min(rows)
+
+
+def cache_identity(plan: Plan, prompt_length: int, *, bridge: str = "", epoch: int = 0) -> bytes:
+    """32 bytes that stand for what the plan does to a request with this prompt length.
+
+    The prompt length enters only where the effect depends on where the prompt ends; otherwise a later turn may reuse
+    the blocks of an earlier answer. `epoch` changes when a steered request failed in the engine: its blocks may hold
+    KV that the plan did not make, and nothing may find them again.
+    """
+    phase_free = not plan.gates and all(ignores_phase(vector.where) for vector in plan.vectors)
+    parts = (fingerprint(plan), "" if phase_free else str(prompt_length), bridge, str(epoch))
+    # Joined by a byte that no part can hold: parts must not be able to imitate each other.
+    return hashlib.sha256(_TAG + "\0".join(parts).encode()).digest()
+
+
+def tagged_hash(block_hash: bytes, identity: bytes) -> bytes:
+    """The hash of the first changed block: its plain hash and the identity. Later blocks inherit it by the chain."""
+    return hashlib.sha256(_TAG + block_hash + identity).digest()
+
+
+def tagged_extension(
+    plain: Callable[[], list[bytes]], hashes: list[bytes], first_block: int, identity: bytes
+) -> list[bytes]:
+    """New block hashes to append to `hashes`, with block `first_block` tagged by the identity.
+
+    `plain()` computes the untagged hashes of every full block that `hashes` lacks, chained on its last element. The
+    blocks behind the tagged one must chain on it, so they are computed again with it in place. `hashes` is left as
+    it was.
+    """
+    start = len(hashes)
+    fresh = plain()
+    at = first_block - start
+    if not 0 <= at < len(fresh):
+        return fresh
+    head = [*fresh[:at], tagged_hash(fresh[at], identity)]
+    hashes.extend(head)
+    try:
+        return head + plain()
+    finally:
+        del hashes[start:]

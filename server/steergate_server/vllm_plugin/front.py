@@ -1,0 +1,58 @@
+"""The HTTP side's entry point: what vLLM loads from the entry-point group `vllm.endpoint_plugins`."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from vllm.config import CompilationMode
+
+from steergate_server.registry.names import NameIndex
+from steergate_server.registry.spool import Spool
+from steergate_server.runtime.admission import Admission, ModelFacts
+from steergate_server.runtime.config import SPOOL_ENVIRONMENT, engine_config
+from steergate_server.runtime.front_config import load_front_config
+from steergate_server.runtime.sites import Site
+from steergate_server.vllm_plugin.compat import check_vllm
+from steergate_server.vllm_plugin.generate import wrap_generate
+from steergate_server.vllm_plugin.middleware import MiddlewareState, SteeringMiddleware
+from steergate_server.vllm_plugin.routes import Routes
+
+CONTRACT_VERSION = "1.0"
+
+
+class SteerGateEndpoint:
+    """vLLM's endpoint-plugin protocol: routes and middleware first, the engine's facts once it is up."""
+
+    name = "steergate"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        check_vllm()
+        self._state = MiddlewareState(load_front_config(), CONTRACT_VERSION)
+
+    def attach_router(self, app: FastAPI) -> None:
+        """Add the steering routes and the middleware."""
+        app.include_router(Routes(self._state).router())
+        app.add_middleware(SteeringMiddleware, state=self._state)
+
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ARG002 - vLLM's protocol
+        """Learn the model's sites from the workers, open admission, and wrap the engine client's `generate`."""
+        config = engine_config(engine_client.vllm_config.additional_config)
+        assert config is not None
+        statuses = await engine_client.collective_rpc("steergate_status")
+        sites = tuple(Site(layer, hook, width) for layer, hook, width in statuses[0]["sites"])
+        facts = ModelFacts(
+            name=args.served_model_name[0] if args.served_model_name else args.model,
+            layers=statuses[0]["layers"],
+            sites=sites,
+            graph_mode="eager"
+            if engine_client.vllm_config.compilation_config.mode == CompilationMode.NONE
+            else "in_graph",
+        )
+        spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
+        self._state.admission = Admission(config, facts, NameIndex(spool), sources=self._state.config.sources)
+        wrap_generate(engine_client)

@@ -1,0 +1,96 @@
+"""The wrapper of the engine client's `generate`: attaches the plan to the engine request, reads what comes back.
+
+It is an attribute of the one engine-client object that vLLM hands to `init_state`; no module of vLLM is patched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+
+from steergate_server.runtime.plan import encode_plan
+from steergate_server.schema.errors import SteeringError
+from steergate_server.vllm_plugin.call import SteeredCall, current_call
+from steergate_server.vllm_plugin.carrier import PLAN_KEY
+
+Generate = Callable[..., AsyncGenerator[Any, None]]
+
+
+def wrap_generate(engine_client: Any) -> None:
+    """Wrap `engine_client.generate` on this object."""
+    engine_client.generate = steered_generate(engine_client.generate)
+
+
+def steered_generate(generate: Generate) -> Generate:
+    """A `generate` with the same signature that carries the plan of the HTTP request it is called for."""
+
+    def wrapper(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        extra = getattr(sampling_params, "extra_args", None)
+        if extra and PLAN_KEY in extra:
+            raise VLLMValidationError(
+                f"the argument {PLAN_KEY!r} is reserved; use the request's 'steering' member", parameter=PLAN_KEY
+            )
+        call = current_call.get()
+        if call is None:
+            return generate(prompt, sampling_params, request_id, *args, **kwargs)
+        try:
+            _check(prompt, sampling_params, call)
+        except SteeringError as error:
+            raise _failed(call, error) from None
+        plan = call.admitted.plan
+        if plan.groups or plan.gates:
+            sampling_params = copy.copy(sampling_params)
+            sampling_params.extra_args = {**(extra or {}), PLAN_KEY: encode_plan(plan)}
+        outputs = generate(prompt, sampling_params, request_id, *args, **kwargs)
+        return _observed(outputs, call, call.open_choice())
+
+    return wrapper
+
+
+def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
+    """Refuse what cannot be steered exactly; raises SteeringError."""
+    if not isinstance(sampling_params, SamplingParams):
+        raise SteeringError("steering_not_supported_here", "only text generation can be steered", "steering")
+    if hasattr(prompt, "__anext__"):
+        raise SteeringError("steering_not_supported_here", "streaming input cannot be steered", "steering")
+    if isinstance(prompt, dict) and prompt.get("prompt_embeds") is not None:
+        raise SteeringError("steering_not_supported_here", "prompt embeddings cannot be steered", "steering")
+    if call.wants_report and (sampling_params.n or 1) > 1:
+        raise SteeringError("not_implemented", "a report with n > 1 is not built yet; use n = 1", "steering.report")
+
+
+async def _observed(outputs: AsyncGenerator[Any, None], call: SteeredCall, index: int) -> AsyncGenerator[Any, None]:
+    """Pass outputs on; take our dict off them. Raises what vLLM's handlers turn into a refusal if steering failed."""
+    produced = 0
+    try:
+        async for output in outputs:
+            ours = _take(output)
+            if "error" in ours:
+                error = ours["error"]
+                raise _failed(call, SteeringError(error["code"], error["message"], error["param"] or "steering"))
+            # Streams bring the new tokens only, other requests all of them at the end.
+            produced += sum(len(choice.token_ids) for choice in output.outputs)
+            call.observe(index, len(output.prompt_token_ids or ()), produced, ours.get("gates"))
+            yield output
+    finally:
+        await outputs.aclose()
+
+
+def _take(output: Any) -> dict[str, Any]:
+    params = output.kv_transfer_params
+    if not params or PLAN_KEY not in params:
+        return {}
+    rest = {key: value for key, value in params.items() if key != PLAN_KEY}
+    output.kv_transfer_params = rest or None
+    ours: dict[str, Any] = params[PLAN_KEY]
+    return ours
+
+
+def _failed(call: SteeredCall, error: SteeringError) -> Exception:
+    """Note the refusal, which the middleware sends, and end vLLM's handler in a way that it knows."""
+    call.failure = error
+    return VLLMValidationError(error.message, parameter=error.param)

@@ -1,0 +1,172 @@
+"""The ASGI middleware: takes `steering` out of a request, admits it, and puts what was applied on the answer.
+
+It knows the closed list of routes that carry steering. On every other route our members are refused, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.front_config import FrontConfig
+from steergate_server.schema.decode import decode_conversation_id, decode_steering
+from steergate_server.schema.errors import SteeringError
+from steergate_server.schema.requests import SteeringRequest
+from steergate_server.vllm_plugin.answer import AnswerEditor, send_error
+from steergate_server.vllm_plugin.call import SteeredCall, current_call
+from steergate_server.vllm_plugin.envelope import Envelope, open_envelope
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+CARRYING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""The POST routes that carry steering."""
+
+_OWN_ROUTES = "/v1/steering/"
+
+_OTHER_BYTES = 64 * 2**20
+"""Room for the rest of a body (prompts, images) beside the inline numbers."""
+
+
+class SteeringMiddleware:
+    """Pure ASGI; one instance for an app. `bind` gives it the admission once the engine is up."""
+
+    def __init__(self, app: Any, state: MiddlewareState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        send = _with_contract(send, self._state.contract)
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if scope["method"] != "POST" or path.startswith(_OWN_ROUTES) or self._state.admission is None:
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await _read_body(receive, scope, self._state.config.max_inline_bytes)
+            if body is None:  # the client went away
+                return
+            call, body = self._open(path, scope, body)
+        except SteeringError as error:
+            await send_error(send, error)
+            return
+        await self._serve(scope, _replay(body, receive), send, call, body)
+
+    def _open(self, path: str, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
+        """The call that a body asks for, and the body that vLLM gets. Raises SteeringError."""
+        if b'name="steering"' in body and _content_type(scope).startswith(b"multipart/"):
+            raise _not_here(path)
+        envelope = open_envelope(body)
+        if envelope is None or (envelope.steering is None and envelope.conversation_id is None):
+            return None, body
+        if path not in CARRYING_ROUTES:
+            raise _not_here(path)
+        return self._admit(envelope), envelope.body
+
+    def _admit(self, envelope: Envelope) -> SteeredCall | None:
+        conversation = decode_conversation_id(envelope.conversation_id or b"null")
+        raw = envelope.steering or b"null"
+        limit = self._state.config.max_inline_bytes
+        # Base64 writes three bytes as four characters; a kilobyte is left for each vector's own words.
+        if len(raw) > limit * 4 // 3 + 65_536:
+            raise SteeringError(
+                "payload_too_large",
+                f"'steering' has {len(raw)} bytes; this server takes {limit} bytes of inline numbers",
+                "steering",
+            )
+        request = decode_steering(raw)
+        if request is None or request is False:
+            return None
+        assert isinstance(request, SteeringRequest)
+        if envelope.rest.get("use_beam_search") is not None and bytes(envelope.rest["use_beam_search"]) == b"true":
+            raise SteeringError(
+                "steering_not_supported_here",
+                "beam search sends generated tokens as a new prompt, so rows cannot be told; leave one of the two out",
+                "use_beam_search",
+            )
+        assert self._state.admission is not None
+        as_list = raw.lstrip()[:1] == b"["
+        return SteeredCall(self._state.admission.admit(request, as_list=as_list, conversation_id=conversation))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send, call: SteeredCall | None, body: bytes) -> None:
+        scope["headers"] = [
+            (name, str(len(body)).encode() if name == b"content-length" else value) for name, value in scope["headers"]
+        ]
+        if call is None:
+            await self._app(scope, receive, send)
+            return
+        token = current_call.set(call)
+        editor = AnswerEditor(send, call)
+        try:
+            await self._app(scope, receive, editor.send)
+        finally:
+            current_call.reset(token)
+            assert self._state.admission is not None
+            self._state.admission.release(call.admitted.digests)
+
+
+class MiddlewareState:
+    """What the middleware needs once the engine is up; `admission` is None until then."""
+
+    def __init__(self, config: FrontConfig, contract: str) -> None:
+        self.config = config
+        self.contract = contract
+        self.admission: Admission | None = None
+
+
+def _not_here(path: str) -> SteeringError:
+    return SteeringError(
+        "steering_not_supported_here",
+        f"{path} does not carry steering; send it to {' or '.join(sorted(CARRYING_ROUTES))}",
+        "steering",
+    )
+
+
+def _content_type(scope: Scope) -> bytes:
+    return next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+
+
+async def _read_body(receive: Receive, scope: Scope, inline_bytes: int) -> bytes | None:
+    """The whole body, or None if the client went away. Raises SteeringError for one over the limit."""
+    limit = inline_bytes * 4 // 3 + _OTHER_BYTES
+    declared = next((int(value) for name, value in scope["headers"] if name == b"content-length"), 0)
+    chunks: list[bytes] = []
+    size = 0
+    while declared <= limit and size <= limit:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunks.append(message.get("body", b""))
+        size += len(chunks[-1])
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+    raise SteeringError("payload_too_large", f"the body is larger than {limit} bytes", None)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body once and then whatever comes, a disconnect above all."""
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _with_contract(send: Send, contract: str) -> Send:
+    async def sender(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"x-steering-contract", contract.encode())]
+        await send(message)
+
+    return sender

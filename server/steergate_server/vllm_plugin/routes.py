@@ -1,0 +1,178 @@
+"""The steering routes: capabilities and the named vectors."""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any, cast
+
+from fastapi import APIRouter, Request, Response
+
+from steergate_server.capabilities import ALGORITHM_CAPABILITIES
+from steergate_server.registry.numbers import canonical
+from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.front_config import FrontConfig
+from steergate_server.schema.decode import decode, encode
+from steergate_server.schema.errors import SteeringError
+from steergate_server.schema.hooks import HOOK_COMPONENTS, HOOKS, Component
+from steergate_server.schema.payloads import DirectionPayload
+from steergate_server.schema.registry import (
+    AlgorithmInfo,
+    CapabilitiesAnswer,
+    HookInfo,
+    Limits,
+    RegisterRequest,
+    UnregisterAnswer,
+    UnregisterRequest,
+)
+from steergate_server.schema.requests import MAX_VECTORS
+from steergate_server.vllm_plugin.middleware import MiddlewareState
+
+
+class Routes:
+    """Handlers over the shared state of one app."""
+
+    def __init__(self, state: MiddlewareState) -> None:
+        self._state = state
+
+    def router(self) -> APIRouter:
+        """A router with every steering route of this server."""
+        router = APIRouter(prefix="/v1/steering")
+        router.add_api_route("/capabilities", self._guarded(self.capabilities), methods=["GET"])
+        router.add_api_route("/vectors", self._guarded(self.list_vectors), methods=["GET"])
+        router.add_api_route("/vectors/{kind}/{name}", self._guarded(self.show_vector), methods=["GET"])
+        router.add_api_route("/vectors/register", self._guarded(self.register), methods=["POST"])
+        router.add_api_route("/vectors/unregister", self._guarded(self.unregister), methods=["POST"])
+        return router
+
+    @property
+    def _admission(self) -> Admission:
+        assert self._state.admission is not None, "the server answers before its engine is up"
+        return self._state.admission
+
+    def _guarded(self, handler: Any) -> Any:
+        async def endpoint(request: Request) -> Response:
+            try:
+                return _json(await handler(request))
+            except SteeringError as error:
+                return _json(error.body(), status=error.status)
+
+        endpoint.__name__ = handler.__name__
+        return endpoint
+
+    async def capabilities(self, request: Request) -> CapabilitiesAnswer:  # noqa: ARG002 - one shape for all handlers
+        """`GET /v1/steering/capabilities`."""
+        admission = self._admission
+        return capabilities_answer(admission, self._state.config, self._state.contract)
+
+    async def list_vectors(self, request: Request) -> list[Any]:
+        """`GET /v1/steering/vectors?kind=&name=`."""
+        query = request.query_params
+        return self._admission.names.list(kind=query.get("kind"), name=query.get("name"))
+
+    async def show_vector(self, request: Request) -> Any:
+        """`GET /v1/steering/vectors/{kind}/{name}`."""
+        return self._admission.names.get(request.path_params["name"], request.path_params["kind"])
+
+    async def register(self, request: Request) -> Any:
+        """`POST /v1/steering/vectors/register`."""
+        self._require_steering_key(request)
+        body = decode(await _body(request, self._state.config.max_inline_bytes), RegisterRequest)
+        if (body.packed is None) == (body.payload is None):
+            raise SteeringError("missing_field", "give exactly one of 'packed' and 'payload'", "packed")
+        payload = DirectionPayload(packed=body.packed) if body.packed is not None else body.payload
+        if not isinstance(payload, DirectionPayload):
+            raise SteeringError("not_implemented", "only direction payloads are built yet", "payload.kind")
+        prefix = "" if body.packed is not None else "payload"
+        names = self._admission.names
+        # The numbers first: a payload whose shape is off has no sites to speak of.
+        canonical(payload, prefix)
+        self._admission.check_registered(payload, (*filter(None, [prefix]), "packed"))
+        return names.register(body.name, body.kind, payload, body.metadata, body.replace, prefix)
+
+    async def unregister(self, request: Request) -> UnregisterAnswer:
+        """`POST /v1/steering/vectors/unregister`."""
+        self._require_steering_key(request)
+        body = decode(await _body(request, 65_536), UnregisterRequest)
+        return self._admission.names.unregister(body.name, body.kind)
+
+    def _require_steering_key(self, request: Request) -> None:
+        """Mutations need the steering key: `X-Steering-API-Key`, or the bearer where vLLM itself has no key."""
+        config = self._state.config
+        if not config.keys:
+            if config.development:
+                return
+            raise SteeringError(
+                "steering_key_required",
+                "this server has no steering key, so vectors cannot be changed; start it with --steering-api-key",
+            )
+        given = request.headers.get("x-steering-api-key")
+        if given is None and not config.server_key:
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            given = token if scheme.lower() == "bearer" else None
+        # Every key is compared, in constant time, so that the time tells nothing.
+        matches = [hmac.compare_digest((given or "").encode(), key.encode()) for key in config.keys]
+        if given is None or not any(matches):
+            raise SteeringError(
+                "unauthorized", "a valid steering key is required in the header X-Steering-API-Key", None
+            )
+
+
+def capabilities_answer(admission: Admission, config: FrontConfig, contract: str) -> CapabilitiesAnswer:
+    """What this server can do, as the capabilities route tells it."""
+    facts, engine = admission.facts, admission.config
+    widths = {site.hook: site.width for site in facts.sites}
+    return CapabilitiesAnswer(
+        contract=contract,
+        model=facts.name,
+        hidden_width=next(iter(widths.values())),
+        layers=facts.layers,
+        hooks=[
+            HookInfo(
+                hook=hook,
+                component=HOOK_COMPONENTS[hook],
+                width=widths[hook],
+                layers=[site.layer for site in facts.sites if site.hook == hook],
+                steerable=True,
+            )
+            for hook in HOOKS
+            if hook in widths
+        ],
+        algorithms={
+            name: AlgorithmInfo(
+                payload_kind=capability.payload_kind,
+                source=capability.source,
+                normalize=capability.normalize,
+                params=list(capability.params),
+                target_component=cast(Component, capability.target_component),
+                enabled=name in engine.algorithms,
+                graph_mode=facts.graph_mode if name in engine.algorithms else None,
+            )
+            for name, capability in sorted(ALGORITHM_CAPABILITIES.items())
+        },
+        sources=[source for source in ("name", "inline") if source in config.sources],
+        gates=engine.gates,
+        graph_mode=facts.graph_mode,
+        limits=Limits(
+            vectors=MAX_VECTORS,
+            gates=engine.max_gates if engine.gates else 0,
+            inline_bytes=config.max_inline_bytes,
+            graph_rank=0,
+        ),
+    )
+
+
+async def _body(request: Request, limit: int) -> bytes:
+    """The request's body. Raises SteeringError (413) over the limit, counted in base64 characters."""
+    allowed = limit * 4 // 3 + 65_536
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > allowed:
+            raise SteeringError("payload_too_large", f"the body is larger than {allowed} bytes", None)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode(value), status_code=status, media_type="application/json")

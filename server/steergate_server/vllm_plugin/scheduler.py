@@ -1,0 +1,218 @@
+"""The scheduler: vLLM's own, with steering's book-keeping around it.
+
+It gives each steered request its cache identity before any block is looked up, decides which firings are real, ends
+requests whose steering failed, and attaches reports. Nothing of ours may raise here: it would end the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.request import Request, RequestStatus
+
+from steergate_server.runtime.books import RequestBook
+from steergate_server.runtime.identity import cache_identity, first_changed_row, tagged_extension
+from steergate_server.runtime.plan import Plan, decode_plan
+from steergate_server.schema.errors import SteeringError
+from steergate_server.vllm_plugin.carrier import PLAN_KEY, STEP_ATTRIBUTE, StepResult, plan_bytes
+
+logger = init_logger(__name__)
+
+Failure = dict[str, Any]
+
+
+class _Steered:
+    """What the scheduler keeps of one steered request."""
+
+    __slots__ = ("book", "client_index", "plan", "request")
+
+    def __init__(self, request: Request, plan: Plan) -> None:
+        self.request = request
+        self.plan = plan
+        self.client_index = request.client_index
+        self.book = RequestBook(plan) if plan.report != "none" else None
+
+
+class SteeringSchedulerMixin:
+    """Mixed into Scheduler and AsyncScheduler."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._steered: dict[str, _Steered] = {}
+        self._steering_failures: dict[str, Failure] = {}
+        self._steering_epoch = 0
+
+    # Admission --------------------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        """Give a steered request its cache identity, then queue it."""
+        encoded = plan_bytes(request.sampling_params)
+        if encoded is not None and request.request_id not in self._steered:
+            try:
+                self._admit(request, decode_plan(encoded))
+            except Exception:
+                logger.exception("SteerGate: request %s could not be admitted", request.request_id)
+                self._fail(request.request_id, "algorithm_failed", "the steering of this request failed to install")
+                # Whatever it computes until it is ended is not what its plan says.
+                self._isolate(request)
+        super().add_request(request)  # type: ignore[misc]
+
+    def _admit(self, request: Request, plan: Plan) -> None:
+        self._steered[request.request_id] = _Steered(request, plan)
+        prompt_length = request.num_prompt_tokens
+        identity = cache_identity(plan, prompt_length, epoch=self._steering_epoch)
+        first_block = first_changed_row(plan, prompt_length) // self.hash_block_size  # type: ignore[attr-defined]
+        _mix_identity(request, first_block, identity)
+
+    def _isolate(self, request: Request) -> None:
+        _mix_identity(request, 0, request.request_id.encode())
+
+    # A step -----------------------------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's own schedule; a gated request that it preempted has lost its gates' state and will be ended."""
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        for request_id in output.preempted_req_ids or ():
+            steered = self._steered.get(request_id)
+            if steered is not None and steered.plan.gates:
+                self._fail(
+                    request_id,
+                    "gate_state_lost",
+                    "the request was preempted for lack of KV cache and its gates' state is gone; send it again, or "
+                    "give the server more KV cache",
+                )
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
+        """vLLM's own update, then our books: accepted firings, failures, reports."""
+        before = {
+            request_id: self._steered[request_id].request.num_output_tokens
+            for request_id in scheduler_output.num_scheduled_tokens
+            if request_id in self._steered
+        }
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(  # type: ignore[misc]
+            scheduler_output, model_runner_output
+        )
+        try:
+            self._keep_books(outputs, before, getattr(model_runner_output, STEP_ATTRIBUTE, None))
+        except Exception:
+            logger.exception("SteerGate: book-keeping failed; ending the steered requests of this step")
+            for request_id in before:
+                self._fail(request_id, "algorithm_failed", "the book-keeping of this request failed")
+        self._end_failed(outputs)
+        self._forget_finished(before)
+        return outputs
+
+    def _keep_books(
+        self, outputs: dict[int, EngineCoreOutputs], before: dict[str, int], result: StepResult | None
+    ) -> None:
+        if result is not None:
+            self._steering_failures.update(result.failures)
+            for request_id, evidence in result.evidence.items():
+                steered = self._steered.get(request_id)
+                accepted = (
+                    steered is not None
+                    and request_id in before
+                    and steered.request.num_output_tokens > before[request_id]
+                )
+                if accepted and steered is not None and steered.book is not None:
+                    steered.book.accept(evidence)
+        if not self._steered:
+            return
+        for batch in outputs.values():
+            for output in batch.outputs:
+                steered = self._steered.get(output.request_id)
+                if steered is not None and steered.book is not None:
+                    # Every output may be the last that the client's side takes: a stop string is found over there.
+                    output.kv_transfer_params = {
+                        **(output.kv_transfer_params or {}),
+                        PLAN_KEY: {"gates": steered.book.snapshot()},
+                    }
+
+    # Failures ---------------------------------------------------------------------------------------------------
+
+    def _fail(self, request_id: str, code: str, message: str) -> None:
+        error = SteeringError(code, message)
+        self._steering_failures[request_id] = {"code": error.code, "message": error.message, "param": error.param}
+
+    def _end_failed(self, outputs: dict[int, EngineCoreOutputs]) -> None:
+        """End every failed request with its own error, whatever the step produced for it."""
+        if not self._steering_failures:
+            return
+        failures, self._steering_failures = self._steering_failures, {}
+        # Blocks of a failed request may hold KV that its plan did not make: no later request may find them.
+        self._steering_epoch += 1
+        for batch in outputs.values():
+            batch.outputs = [output for output in batch.outputs if output.request_id not in failures]
+        clients = {request_id: self._client_of(request_id) for request_id in failures}
+        self.finish_requests(list(failures), RequestStatus.FINISHED_ERROR)
+        for request_id, failure in failures.items():
+            client = clients[request_id]
+            if client is None:
+                continue
+            outputs.setdefault(client, EngineCoreOutputs()).outputs.append(
+                EngineCoreOutput(
+                    request_id=request_id,
+                    new_token_ids=[],
+                    finish_reason=FinishReason.ERROR,
+                    kv_transfer_params={PLAN_KEY: {"error": failure}},
+                )
+            )
+
+    def _client_of(self, request_id: str) -> int | None:
+        steered = self._steered.get(request_id)
+        if steered is not None:
+            return steered.client_index
+        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        return None if request is None else request.client_index
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
+        """vLLM's own end of requests from outside (abort, error); ours forget them too."""
+        ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
+        for request in ended:
+            self._steered.pop(request.request_id, None)
+        return ended
+
+    def _forget_finished(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            steered = self._steered.get(request_id)
+            if steered is not None and steered.request.is_finished():
+                del self._steered[request_id]
+
+
+def _mix_identity(request: Request, first_block: int, identity: bytes) -> None:
+    """Key a request's blocks from `first_block` on by an identity: those hashed already, and those to come."""
+    plain = request._block_hasher
+    if plain is None:  # prefix caching is off
+        return
+
+    def hasher(request: Request) -> list[Any]:
+        return tagged_extension(lambda: plain(request), request.block_hashes, first_block, identity)
+
+    del request.block_hashes[first_block:]
+    request._block_hasher = hasher
+    request.update_block_hashes()
+
+
+class _SteeringSyncScheduler(SteeringSchedulerMixin, Scheduler):
+    pass
+
+
+class _SteeringAsyncScheduler(SteeringSchedulerMixin, AsyncScheduler):
+    pass
+
+
+class SteeringScheduler:
+    """What `--scheduler-cls` names: picks the base that the configuration asks for."""
+
+    def __new__(cls, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> Any:
+        """A scheduler of ours, synchronous or asynchronous as vLLM's own would be."""
+        asynchronous = vllm_config.scheduler_config.async_scheduling
+        chosen = _SteeringAsyncScheduler if asynchronous else _SteeringSyncScheduler
+        return chosen(vllm_config, *args, **kwargs)

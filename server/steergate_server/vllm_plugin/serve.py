@@ -1,0 +1,247 @@
+"""`steergate-serve MODEL [steering flags] [any vLLM flag]`: vLLM's own server with steering on.
+
+It reads the steering flags, sets worker, scheduler, additional config and plugin allow-list, then hands over to vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import msgspec
+
+from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
+from steergate_server.runtime.front_config import FrontConfig, store_front_config
+
+DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
+
+_PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.platform_plugins",
+    "vllm.stat_logger_plugins",
+    "vllm.endpoint_plugins",
+)
+
+_OURS = ("--worker-cls", "--scheduler-cls")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The steering flags. Everything else is vLLM's and is passed on as it is."""
+    parser = argparse.ArgumentParser(
+        prog="steergate-serve",
+        usage="steergate-serve MODEL [steering flags] [any vLLM flag]",
+        description="Serve a model with stock vLLM and activation steering.",
+        epilog="Any other flag is vLLM's own: see `vllm serve --help`.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--demo", action="store_true", help="serve the bundled demonstration model")
+    parser.add_argument(
+        "--steer-algorithms",
+        type=_words,
+        default=("direct",),
+        metavar="A,B",
+        help="algorithms that requests may use (default: direct)",
+    )
+    parser.add_argument(
+        "--steer-hooks",
+        type=_words,
+        default=("post_block",),
+        metavar="A,B",
+        help="hooks that carry steering (default: post_block)",
+    )
+    parser.add_argument(
+        "--steer-sources",
+        type=_words,
+        default=("name", "inline"),
+        metavar="A,B",
+        help="where numbers may come from: name, inline (default: both)",
+    )
+    parser.add_argument(
+        "--steering-memory",
+        type=_positive,
+        default=512,
+        metavar="MIB",
+        help="size of the payload pool in MiB (default: 512)",
+    )
+    parser.add_argument(
+        "--max-gates-per-request", type=_positive, default=4, metavar="N", help="gate lanes of a request (default: 4)"
+    )
+    parser.add_argument(
+        "--max-steering-slots",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="columns of the per-site index (default: 4 x vLLM's max_num_seqs)",
+    )
+    parser.add_argument(
+        "--max-inline-bytes",
+        type=_positive,
+        default=16 * 2**20,
+        metavar="N",
+        help="bytes of inline numbers in one request (default: 16 MiB)",
+    )
+    parser.add_argument(
+        "--enable-declarative-gates",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether requests may carry gates (default: on)",
+    )
+    parser.add_argument(
+        "--steering-api-key",
+        action="append",
+        default=None,
+        metavar="KEY",
+        help="key for changing vectors; repeatable (environment: STEERGATE_STEERING_API_KEY)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the command."""
+    parser = build_parser()
+    flags, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    rest = _vllm_arguments(parser, flags, rest)
+    keys = flags.steering_api_key or [key for key in [os.environ.get("STEERGATE_STEERING_API_KEY")] if key]
+    store_front_config(
+        FrontConfig(
+            sources=flags.steer_sources,
+            max_inline_bytes=flags.max_inline_bytes,
+            keys=tuple(keys),
+            development=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
+            server_key=bool(os.environ.get("VLLM_API_KEY")) or any(_is_flag(word, "--api-key") for word in rest),
+        )
+    )
+    spool = tempfile.mkdtemp(prefix="steergate-")
+    os.environ[SPOOL_ENVIRONMENT] = spool
+    os.environ["VLLM_PLUGINS"] = ",".join(_plugins())
+    try:
+        _hand_over(rest)
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+
+
+def _vllm_arguments(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest: list[str]) -> list[str]:
+    """vLLM's command line. Ends the program with a usage error for what cannot be honoured."""
+    unknown = [word for word in rest if word.startswith(("--steer", "--max-steering", "--no-steer"))]
+    if unknown:
+        parser.error(f"unknown or not yet built steering flag: {unknown[0]}")
+    for ours in (*_OURS, "--api-server-count"):
+        if any(_is_flag(word, ours) for word in rest):
+            parser.error(f"{ours} cannot be combined with steering")
+    if flags.demo:
+        if rest and not rest[0].startswith("-"):
+            parser.error("give a MODEL or --demo, not both")
+        rest = [str(DEMO_MODEL), "--served-model-name", "demo", "--dtype", "float32", *rest]
+    elif not rest or rest[0].startswith("-"):
+        parser.error("name a MODEL, or use --demo")
+    additional, rest = _take_additional_config(parser, rest)
+    engine = EngineConfig(
+        hooks=flags.steer_hooks,
+        algorithms=_known(parser, "--steer-algorithms", flags.steer_algorithms, _algorithms()),
+        memory_mib=flags.steering_memory,
+        max_gates=flags.max_gates_per_request,
+        max_slots=flags.max_steering_slots,
+        gates=flags.enable_declarative_gates,
+    )
+    _known(parser, "--steer-sources", flags.steer_sources, ("name", "inline"))
+    _known(parser, "--steer-hooks", flags.steer_hooks, _hooks())
+    return [
+        *rest,
+        "--worker-cls",
+        "steergate_server.vllm_plugin.worker.SteeringWorker",
+        "--scheduler-cls",
+        "steergate_server.vllm_plugin.scheduler.SteeringScheduler",
+        "--additional-config",
+        json.dumps({**additional, "steering": msgspec.to_builtins(engine)}),
+    ]
+
+
+def _take_additional_config(parser: argparse.ArgumentParser, rest: list[str]) -> tuple[dict[str, object], list[str]]:
+    """The user's own `--additional-config`, which ours is merged into, and the rest of the command line."""
+    taker = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    taker.add_argument("--additional-config", type=json.loads, default={})
+    found, others = taker.parse_known_args(rest)
+    if "steering" in found.additional_config:
+        parser.error("--additional-config: the key 'steering' is set by the steering flags")
+    return found.additional_config, others
+
+
+def _hand_over(arguments: list[str]) -> None:
+    """Run vLLM's `serve` subcommand: its own entry point wants a distribution named `vllm`, unlike the CPU build's."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    command = ServeSubcommand()
+    parser = FlexibleArgumentParser(prog="steergate-serve")
+    command.subparser_init(parser.add_subparsers(dest="subparser"))
+    # vLLM reads the command line again for some of its own decisions.
+    sys.argv = ["vllm", "serve", *arguments]
+    args = parser.parse_args(sys.argv[1:])
+    configure_logging_from_args(args)
+    command.validate(args)
+    command.cmd(args)
+
+
+def _plugins() -> list[str]:
+    """Every plugin that vLLM would load without an allow-list, and ours, which it loads only by name."""
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None:
+        return [*dict.fromkeys([*filter(None, allowed.split(",")), "steergate"])]
+    others = {point.name for group in _PLUGIN_GROUPS[:-1] for point in entry_points(group=group)}
+    return [*sorted(others), "steergate"]
+
+
+def _algorithms() -> tuple[str, ...]:
+    from steergate_server import algorithms  # noqa: F401 - importing registers them
+    from steergate_server.algorithms.registry import registered_algorithms
+
+    return registered_algorithms()
+
+
+def _hooks() -> tuple[str, ...]:
+    from steergate_server.runtime.sites import SUPPORTED_HOOKS
+
+    return SUPPORTED_HOOKS
+
+
+def _known(parser: argparse.ArgumentParser, flag: str, given: tuple[str, ...], known: Sequence[str]) -> tuple[str, ...]:
+    """The words given to a flag, each of which must be known; `all` stands for all of them where that makes sense."""
+    if given == ("all",):
+        return tuple(known)
+    for word in given:
+        if word not in known:
+            parser.error(f"{flag}: {word!r} is unknown or not built yet; choose from {', '.join(known)}")
+    return given
+
+
+def _is_flag(word: str, flag: str) -> bool:
+    return word == flag or word.startswith(f"{flag}=")
+
+
+def _words(text: str) -> tuple[str, ...]:
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words:
+        raise argparse.ArgumentTypeError("expected a comma-separated list")
+    return words
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("expected a positive integer")
+    return number
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What the engine and HTTP tests share."""

@@ -1,0 +1,152 @@
+"""Real vLLM engines for the tests: stock, or steered by admitted requests as the HTTP front would send them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Before vLLM is imported: no network, no usage reports, and a loopback address for its own sockets.
+os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_HOST_IP="127.0.0.1", VLLM_LOGGING_LEVEL="WARNING")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import msgspec
+from vllm import LLM, SamplingParams
+
+from steergate_server.registry.names import NameIndex
+from steergate_server.registry.spool import Spool
+from steergate_server.runtime.admission import Admission, ModelFacts
+from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
+from steergate_server.runtime.plan import encode_plan
+from steergate_server.runtime.sites import Site
+from steergate_server.schema.decode import decode, decode_steering, encode
+from steergate_server.schema.payloads import DirectionPayload
+from steergate_server.vllm_plugin.carrier import PLAN_KEY
+
+
+class Answer(NamedTuple):
+    """One completed request: token ids, the chosen tokens' logprobs, why it ended, and what the scheduler reported."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: str
+    ours: dict[str, Any]
+    cached_tokens: int
+
+
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 64 * 2**20,
+    "disable_log_stats": True,
+}
+"""Engine settings that keep a tiny model small and quick."""
+
+
+class StockEngine:
+    """vLLM as it comes."""
+
+    def __init__(self, model: Path, **settings: Any) -> None:
+        self.llm = LLM(model=str(model), **{**SMALL, **settings})
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        plans: Sequence[bytes | None],
+        max_tokens: int | Sequence[int] = 16,
+        **sampling: Any,
+    ) -> list[Answer]:
+        """Run prompts in one batch, greedily, ignoring ends; `plans` are encoded plans or None."""
+        lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
+        params = [
+            SamplingParams(
+                temperature=0.0,
+                max_tokens=length,
+                ignore_eos=True,
+                logprobs=0,
+                detokenize=False,
+                extra_args=None if plan is None else {PLAN_KEY: plan},
+                **sampling,
+            )
+            for plan, length in zip(plans, lengths, strict=True)
+        ]
+        outputs = self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        return [_answer(output) for output in outputs]
+
+    def plain(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[Answer]:
+        """Run prompts without steering."""
+        return self.run(prompts, [None] * len(prompts), max_tokens)
+
+    def close(self) -> None:
+        """End the engine's process."""
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def _answer(output: Any) -> Answer:
+    choice = output.outputs[0]
+    logprobs = [step[token].logprob for token, step in zip(choice.token_ids, choice.logprobs or (), strict=False)]
+    ours = (output.kv_transfer_params or {}).get(PLAN_KEY, {})
+    return Answer(list(choice.token_ids), logprobs, choice.finish_reason, ours, output.num_cached_tokens or 0)
+
+
+class SteeredEngine(StockEngine):
+    """vLLM with our worker and scheduler, and an admission in front of it."""
+
+    def __init__(self, model: Path, *, config: EngineConfig | None = None, **settings: Any) -> None:
+        self.config = config or EngineConfig(hooks=("pre_attn", "post_block"), memory_mib=16)
+        self._folder = tempfile.TemporaryDirectory(prefix="steergate-test-")
+        os.environ[SPOOL_ENVIRONMENT] = self._folder.name
+        super().__init__(
+            model,
+            worker_cls="steergate_server.vllm_plugin.worker.SteeringWorker",
+            scheduler_cls="steergate_server.vllm_plugin.scheduler.SteeringScheduler",
+            additional_config={"steering": msgspec.to_builtins(self.config)},
+            **settings,
+        )
+        status = self.status()
+        self.sites = tuple(Site(*entry) for entry in status["sites"])
+        self.names = NameIndex(Spool(Path(self._folder.name)))
+        facts = ModelFacts("tiny", status["layers"], self.sites)
+        self.admission = Admission(self.config, facts, self.names)
+        self._held: list[str] = []
+
+    def register(self, name: str, kind: str, packed: dict[str, Any]) -> None:
+        """Register a direction under a name."""
+        payload = decode(encode({"packed": packed, "kind": "direction"}), DirectionPayload)
+        self.names.register(name, kind, payload)
+
+    def plan(self, steering: Any) -> bytes | None:
+        """The encoded plan of a wire request as Python objects; None for no steering. Raises SteeringError."""
+        raw = encode(steering)
+        request = decode_steering(raw)
+        if request is None or request is False:
+            return None
+        admitted = self.admission.admit(request, as_list=isinstance(steering, list))
+        self._held += admitted.digests
+        return encode_plan(admitted.plan)
+
+    def steer(
+        self, prompts: Sequence[Sequence[int]], requests: Sequence[Any], max_tokens: int | Sequence[int] = 16
+    ) -> list[Answer]:
+        """Run prompts in one batch, each under its own wire request (None: unsteered)."""
+        answers = self.run(prompts, [self.plan(request) for request in requests], max_tokens)
+        self.admission.release(self._held)
+        self._held.clear()
+        return answers
+
+    def status(self) -> dict[str, Any]:
+        """What steering holds on the worker."""
+        return self.llm.collective_rpc("steergate_status")[0]
+
+    def trace(self) -> list[tuple[Any, ...]]:
+        """What was applied since the last call."""
+        return self.llm.collective_rpc("steergate_trace")[0]
+
+    def close(self) -> None:
+        """End the engine's process and remove its payloads."""
+        super().close()
+        self._folder.cleanup()
