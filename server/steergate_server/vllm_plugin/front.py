@@ -16,12 +16,13 @@ from steergate_server.runtime.admission import Admission, ModelFacts
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, engine_config
 from steergate_server.runtime.front_config import load_front_config
 from steergate_server.runtime.sites import Site
+from steergate_server.schema.version import CONTRACT_VERSION
 from steergate_server.vllm_plugin.compat import check_vllm
 from steergate_server.vllm_plugin.generate import wrap_generate
 from steergate_server.vllm_plugin.middleware import MiddlewareState, SteeringMiddleware
 from steergate_server.vllm_plugin.routes import Routes
 
-CONTRACT_VERSION = "1.0"
+
 
 
 class SteerGateEndpoint:
