@@ -154,17 +154,8 @@ class NameIndex:
                 raise SteeringError("unknown_vector", "The vector was unregistered just now. Send the request again.")
             self._holders[digest] += 1
 
-    def hold_payload(self, payload: Payload | InlineVec, prefix: str = "") -> str:
-        """Put a request's own payload into the spool and hold it; return its digest.
-
-        Args:
-            payload: The numbers.
-            prefix: Path of the payload in the request as sent.
-
-        Raises:
-            SteeringError: What `canonical` raises.
-        """
-        stored = canonical(payload, prefix)
+    def hold_payload(self, stored: StoredPayload) -> str:
+        """Put a request's own payload, in canonical form, into the spool and hold it; return its digest."""
         with self._lock:
             self._holders[stored.digest] += 1
         try:

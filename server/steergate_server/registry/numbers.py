@@ -98,7 +98,7 @@ def numbers_digest(kind: str, numbers: Mapping[str, NDArray[np.float32]], metada
     """
     digest = hashlib.sha256(f"steergate/1/{kind}\0".encode())
     for path in sorted(numbers):
-        elements = np.ascontiguousarray(numbers[path], dtype="<f4")
+        elements = np.asarray(numbers[path], dtype="<f4")
         digest.update(f"{path}\0".encode())
         digest.update(elements.size.to_bytes(8, "little"))
         digest.update(elements.tobytes())

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from steergate_server.algorithms.registry import registered_algorithms
 from steergate_server.capabilities import ALGORITHM_CAPABILITIES
 from steergate_server.registry.names import NameIndex
-from steergate_server.registry.numbers import sites_of
+from steergate_server.registry.numbers import canonical, sites_of
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.gates import gate_phases
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName, VectorGroup, fingerprint
@@ -288,7 +288,11 @@ class Admission:
         if not isinstance(payload, DirectionPayload):
             raise SteeringError("not_implemented", "only direction payloads are built yet", where(inside))
         self._check_payload(payload, (*inside, "packed"), where)
-        digest = self.names.hold_payload(payload, where(inside))
+        stored = canonical(payload, where(inside))
+        # Zero bytes were refused by the rules; what is zero only once it is decoded is seen here.
+        if kind == "probe" and not any(row.any() for row in stored.numbers.values()):
+            raise SteeringError("zero_vector", "a probe of zeros never tells rows apart", where(inside))
+        digest = self.names.hold_payload(stored)
         held.append(digest)
         sites = [(hook, layer) for hook, layer, _ in sites_of(payload)]
         return _Source(digest, tuple(sorted(sites, key=lambda site: site_order(*site))))

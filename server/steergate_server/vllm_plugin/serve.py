@@ -22,6 +22,15 @@ from steergate_server.runtime.front_config import FrontConfig, store_front_confi
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 
+DEMO_DEFAULTS = {
+    "--served-model-name": "demo",
+    "--dtype": "float32",
+    "--max-num-seqs": "64",
+    "--kv-cache-memory-bytes": str(256 * 2**20),
+    "--enforce-eager": None,
+}
+"""vLLM flags that suit the small model: up in seconds, and little memory."""
+
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",
     "vllm.io_processor_plugins",
@@ -139,7 +148,7 @@ def _vllm_arguments(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
     if flags.demo:
         if rest and not rest[0].startswith("-"):
             parser.error("give a MODEL or --demo, not both")
-        rest = [str(DEMO_MODEL), "--served-model-name", "demo", "--dtype", "float32", *rest]
+        rest = [str(DEMO_MODEL), *_with_defaults(rest, DEMO_DEFAULTS)]
     elif not rest or rest[0].startswith("-"):
         parser.error("name a MODEL, or use --demo")
     additional, rest = _take_additional_config(parser, rest)
@@ -162,6 +171,12 @@ def _vllm_arguments(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
         "--additional-config",
         json.dumps({**additional, "steering": msgspec.to_builtins(engine)}),
     ]
+
+
+def _with_defaults(rest: list[str], defaults: dict[str, str | None]) -> list[str]:
+    """A command line with the flags of `defaults` that it does not give itself."""
+    missing = {flag: value for flag, value in defaults.items() if not any(_is_flag(word, flag) for word in rest)}
+    return [*rest, *(word for pair in missing.items() for word in pair if word is not None)]
 
 
 def _take_additional_config(parser: argparse.ArgumentParser, rest: list[str]) -> tuple[dict[str, object], list[str]]:
