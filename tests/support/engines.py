@@ -17,10 +17,11 @@ from vllm import LLM, SamplingParams
 
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.spool import Spool
-from steergate_server.runtime.admission import Admission, ModelFacts
+from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
 from steergate_server.runtime.plan import encode_plan
 from steergate_server.runtime.sites import Site
+from steergate_server.runtime.sources import ModelFacts
 from steergate_server.schema.decode import decode, decode_steering, encode
 from steergate_server.schema.payloads import DirectionPayload
 from steergate_server.vllm_plugin.carrier import PLAN_KEY

@@ -67,8 +67,9 @@ class SteeringSchedulerMixin:
         self._steered[request.request_id] = _Steered(request, plan)
         prompt_length = request.num_prompt_tokens
         identity = cache_identity(plan, prompt_length, epoch=self._steering_epoch)
-        first_block = first_changed_row(plan, prompt_length) // self.hash_block_size  # type: ignore[attr-defined]
-        _mix_identity(request, first_block, identity)
+        row = first_changed_row(plan, request.prompt_token_ids or (), self.max_model_len)  # type: ignore[attr-defined]
+        if row is not None:
+            _mix_identity(request, row // self.hash_block_size, identity)  # type: ignore[attr-defined]
 
     def _isolate(self, request: Request) -> None:
         _mix_identity(request, 0, request.request_id.encode())

@@ -14,11 +14,13 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
 from steergate_server.runtime.front_config import FrontConfig, store_front_config
+from steergate_server.schema.hooks import HOOKS
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 
@@ -55,9 +57,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steer-algorithms",
         type=_words,
-        default=("direct",),
+        default=EngineConfig().algorithms,
         metavar="A,B",
-        help="algorithms that requests may use (default: direct)",
+        help="algorithms that requests may use, or `all` (default: direct,erase,replace,clamp)",
+    )
+    parser.add_argument(
+        "--steer-graph-mode",
+        choices=("auto", "eager", "split", "in_graph"),
+        default="auto",
+        help="how static vectors run (default: auto, which is in_graph where the declared algorithms allow it)",
+    )
+    parser.add_argument(
+        "--steer-graph-max-rank",
+        type=_positive,
+        default=32,
+        metavar="R",
+        help="summed rank of the low-rank maps at one site that fits the graph (default: 32)",
     )
     parser.add_argument(
         "--steer-hooks",
@@ -152,16 +167,22 @@ def _vllm_arguments(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
     elif not rest or rest[0].startswith("-"):
         parser.error("name a MODEL, or use --demo")
     additional, rest = _take_additional_config(parser, rest)
+    algorithms = _known(parser, "--steer-algorithms", flags.steer_algorithms, _algorithms())
+    mode, reason = _graph_mode(flags.steer_graph_mode, algorithms)
+    if mode == "eager" and not any(_is_flag(word, "--enforce-eager") for word in rest):
+        rest.append("--enforce-eager")
     engine = EngineConfig(
-        hooks=flags.steer_hooks,
-        algorithms=_known(parser, "--steer-algorithms", flags.steer_algorithms, _algorithms()),
+        hooks=_known(parser, "--steer-hooks", flags.steer_hooks, HOOKS),
+        algorithms=algorithms,
+        graph_mode=mode,
+        graph_reason=reason,
+        graph_max_rank=flags.steer_graph_max_rank,
         memory_mib=flags.steering_memory,
         max_gates=flags.max_gates_per_request,
         max_slots=flags.max_steering_slots,
         gates=flags.enable_declarative_gates,
     )
     _known(parser, "--steer-sources", flags.steer_sources, ("name", "inline"))
-    _known(parser, "--steer-hooks", flags.steer_hooks, _hooks())
     return [
         *rest,
         "--worker-cls",
@@ -224,10 +245,10 @@ def _algorithms() -> tuple[str, ...]:
     return registered_algorithms()
 
 
-def _hooks() -> tuple[str, ...]:
-    from steergate_server.runtime.sites import SUPPORTED_HOOKS
+def _graph_mode(asked: str, algorithms: tuple[str, ...]) -> tuple[Any, str | None]:
+    from steergate_server.runtime.lowering import auto_mode
 
-    return SUPPORTED_HOOKS
+    return auto_mode(algorithms) if asked == "auto" else (asked, None)
 
 
 def _known(parser: argparse.ArgumentParser, flag: str, given: tuple[str, ...], known: Sequence[str]) -> tuple[str, ...]:
