@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from steergate_server.algorithms.registry import get_algorithm
 from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapabilities
 from steergate_server.registry.names import NameIndex
+from steergate_server.runtime.capacity import demand_of, rows_by_component, shortage
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.gates import gate_phases
 from steergate_server.runtime.lowering import lowering_problem
@@ -94,8 +95,6 @@ class Admission:
         max_length: the most rows that the request can have. Raises SteeringError.
         """
         plan = admitted.plan
-        if not plan.vectors:
-            return
         selection = select([vector.where for vector in plan.vectors], prompt, max_length)
         for number, vector in enumerate(plan.vectors):
             if not has_generation_part(vector.where) and not (selection.prompt >> number & 1).any():
@@ -108,14 +107,10 @@ class Admission:
         if self.config.graph_mode == "in_graph":
             for mask in masks:
                 self._check_lowering(plan, mask, admitted)
-        slots = len(masks) + sum(gate.apply == "add" for gate in plan.gates)
-        limit = (self.config.max_slots or slots + 1) - 1
-        if slots > limit:
-            raise SteeringError(
-                "over_capacity",
-                f"the request needs {slots} steering slots, this server has {limit} in all",
-                admitted.where(()),
-            )
+        demand = demand_of(plan, prompt, max_length, in_graph=self.config.graph_mode == "in_graph")
+        problem = shortage(len(demand.slots), rows_by_component(demand.rows), self.facts.capacity)
+        if problem is not None:
+            raise SteeringError("over_capacity", f"the request can never fit: {problem}", admitted.where(()))
 
     def _check_lowering(self, plan: Plan, mask: int, admitted: Admitted) -> None:
         for site, vectors in plan.at_sites(mask).items():

@@ -81,7 +81,7 @@ def _gate_report(
         max_score=book["max_score"],
         latched=False,
         sites_out_of_reach=[site_name(*site) for site in sites_out_of_reach(plan, gate)],
-        first_answer_token=_first_answer_token(gate, looked_at_end, book["first_fired"] == prompt_length - 1),
+        first_answer_token=_first_answer_token(plan, gate, looked_at_end, book["first_fired"] == prompt_length - 1),
     )
 
 
@@ -94,7 +94,9 @@ def sites_out_of_reach(plan: Plan, gate: PlannedGate) -> list[SiteName]:
     return sorted(sites, key=lambda site: site_order(*site))
 
 
-def _first_answer_token(gate: PlannedGate, looked: bool, fired: bool) -> Literal["steered", "partly", "untouched"]:
+def _first_answer_token(
+    plan: Plan, gate: PlannedGate, looked: bool, fired: bool
+) -> Literal["steered", "partly", "untouched"]:
     """Whether the row of the first answer token, the prompt end, was steered by a gate."""
     if gate.apply == "observe" or not looked:
         return "untouched"
@@ -105,5 +107,9 @@ def _first_answer_token(gate: PlannedGate, looked: bool, fired: bool) -> Literal
     if not fired or gate.scope == "next_step":
         return "untouched"
     # A lasting gate that fires at this very row reaches it from the probe's site on.
-    before = [site for site in gate.steer_sites if site_order(*site) < site_order(*(gate.probe_site or site))]
-    return "partly" if before else "steered"
+    probe = gate.probe_site
+    sites = gate.steer_sites if gate.apply == "add" else {site for vector in plan.vectors for site in vector.sites}
+    reached = [probe is None or site_order(*site) >= site_order(*probe) for site in sites]
+    if all(reached):
+        return "steered"
+    return "partly" if any(reached) else "untouched"

@@ -15,6 +15,7 @@ from steergate_server.graph.affine import Lowered, NotLowerableError, compose
 from steergate_server.graph.kernels import router_change, table_change
 from steergate_server.graph.pools import Pool, Slots
 from steergate_server.graph.tables import RouterTables, SiteTables
+from steergate_server.runtime.capacity import Capacity
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import PlannedVector, SiteName
@@ -209,6 +210,12 @@ class SlotBook:
                 except _AlgorithmFaultError as fault:
                     self.faults[slot] = str(fault)
         return change
+
+    @property
+    def capacity(self) -> Capacity:
+        """Slots and pool rows that requests can hold."""
+        rows = {component: tables.pool.capacity for (component, _), tables in self._tables.items()}
+        return Capacity(self.slots.count - 1, rows)
 
     @property
     def pool_used(self) -> int:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.numbers import canonical
 from steergate_server.registry.outline import Outline, outline
+from steergate_server.runtime.capacity import Capacity
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.plan import SiteName
 from steergate_server.runtime.sites import Site
@@ -22,12 +23,13 @@ ParamWriter = Callable[[Path], str]
 
 
 class ModelFacts(NamedTuple):
-    """What admission knows of the served model: its name, its number of blocks, the sites that carry ops, and how
-    steering runs inside it."""
+    """What admission knows of the served model: its name, its number of blocks, the sites that carry ops, what an
+    engine process has room for, and how steering runs inside it."""
 
     name: str
     layers: int
     sites: tuple[Site, ...]
+    capacity: Capacity
     graph_mode: Literal["eager", "split", "in_graph"] = "in_graph"
 
     def width(self, site: SiteName) -> int | None:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
+from vllm import envs
 
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.capacity import Capacity
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, engine_config
 from steergate_server.runtime.front_config import load_front_config
 from steergate_server.runtime.sites import Site
@@ -48,8 +50,10 @@ class SteerGateEndpoint:
             name=args.served_model_name[0] if args.served_model_name else args.model,
             layers=statuses[0]["layers"],
             sites=sites,
+            capacity=Capacity(*statuses[0]["capacity"]),
             graph_mode=config.graph_mode,
         )
+        self._state.server_key = any([*(args.api_key or []), envs.VLLM_API_KEY])
         spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
         self._state.admission = Admission(config, facts, NameIndex(spool), sources=self._state.config.sources)
         wrap_generate(engine_client, self._state.admission)

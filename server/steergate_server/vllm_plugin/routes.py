@@ -107,7 +107,7 @@ class Routes:
                 "this server has no steering key, so vectors cannot be changed; start it with --steering-api-key",
             )
         given = request.headers.get("x-steering-api-key")
-        if given is None and not config.server_key:
+        if given is None and not self._state.server_key:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             given = token if scheme.lower() == "bearer" else None
         # Every key is compared, in constant time, so that the time tells nothing.

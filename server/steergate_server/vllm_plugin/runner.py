@@ -72,6 +72,7 @@ class SteeringRunnerMixin:
     steering_layers: int
     _steering_failures: dict[str, dict[str, Any]]
     _steering_evidence: dict[str, Evidence]
+    _steering_told: bool
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then place the ops: before warm-up, so that they are traced and profiled."""
@@ -79,6 +80,7 @@ class SteeringRunnerMixin:
         config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         assert config is not None
         self._steering_failures, self._steering_evidence = {}, {}
+        self._steering_told = False
         runner: Any = self
         stack = find_decoder_stack(runner.get_model(), is_attention)
         self.steering_layers = len(stack)
@@ -154,9 +156,12 @@ class SteeringRunnerMixin:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, then let the step's result ride on the output."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        result = StepResult(self._steering_failures, self._steering_evidence)
+        result = StepResult(self._steering_failures, self._steering_evidence, self.steering.book.capacity)
         self._steering_failures, self._steering_evidence = {}, {}
-        if result.failures or result.evidence:
+        # The scheduler holds everything but the first steered request back until it has heard of the capacity.
+        first = self.steering.live > 0 and not self._steering_told
+        if result.failures or result.evidence or first:
+            self._steering_told = True
             carrier = output._model_runner_output if isinstance(output, AsyncModelRunnerOutput) else output
             assert isinstance(carrier, ModelRunnerOutput)
             setattr(carrier, STEP_ATTRIBUTE, result)

@@ -36,6 +36,7 @@ class SteeringWorker(_Worker):
             "pool_used": steering.book.pool_used,
             "pool_capacity": steering.book.pool_capacity,
             "slots_used": steering.book.slots.used,
+            "capacity": tuple(steering.book.capacity),
             "probes_used": steering.probes.used,
             "payloads_held": steering.payloads_held,
             "lanes_nonzero": steering.lanes_nonzero(),
