@@ -17,10 +17,12 @@ from vllm import LLM, SamplingParams
 
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.spool import Spool
-from steergate_server.runtime.admission import Admission, ModelFacts
+from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.capacity import Capacity
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
 from steergate_server.runtime.plan import encode_plan
 from steergate_server.runtime.sites import Site
+from steergate_server.runtime.sources import ModelFacts
 from steergate_server.schema.decode import decode, decode_steering, encode
 from steergate_server.schema.payloads import DirectionPayload
 from steergate_server.vllm_plugin.carrier import PLAN_KEY
@@ -60,22 +62,16 @@ class StockEngine:
         max_tokens: int | Sequence[int] = 16,
         **sampling: Any,
     ) -> list[Answer]:
-        """Run prompts in one batch, greedily, ignoring ends; `plans` are encoded plans or None."""
+        """Run prompts in one batch, greedily, ignoring ends; `plans` are encoded plans or None.
+
+        Nothing runs before all are queued, so the same lengths always give the same steps.
+        """
         lengths = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
-        params = [
-            SamplingParams(
-                temperature=0.0,
-                max_tokens=length,
-                ignore_eos=True,
-                logprobs=0,
-                detokenize=False,
-                extra_args=None if plan is None else {PLAN_KEY: plan},
-                **sampling,
-            )
-            for plan, length in zip(plans, lengths, strict=True)
-        ]
-        outputs = self.llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
-        return [_answer(output) for output in outputs]
+        params = [parameters(plan, length, **sampling) for plan, length in zip(plans, lengths, strict=True)]
+        self.llm.sleep(level=0, mode="keep")
+        self.llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        self.llm.wake_up(tags=["scheduling"])
+        return [answer_of(output) for output in self.llm.wait_for_completion(use_tqdm=False)]
 
     def plain(self, prompts: Sequence[Sequence[int]], max_tokens: int = 16) -> list[Answer]:
         """Run prompts without steering."""
@@ -86,7 +82,21 @@ class StockEngine:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-def _answer(output: Any) -> Answer:
+def parameters(plan: bytes | None, max_tokens: int, **sampling: Any) -> SamplingParams:
+    """Greedy sampling of exactly `max_tokens` tokens under an encoded plan."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        extra_args=None if plan is None else {PLAN_KEY: plan},
+        **sampling,
+    )
+
+
+def answer_of(output: Any) -> Answer:
+    """What vLLM's output of a request, finished or not, says so far."""
     choice = output.outputs[0]
     logprobs = [step[token].logprob for token, step in zip(choice.token_ids, choice.logprobs or (), strict=False)]
     ours = (output.kv_transfer_params or {}).get(PLAN_KEY, {})
@@ -110,14 +120,19 @@ class SteeredEngine(StockEngine):
         status = self.status()
         self.sites = tuple(Site(*entry) for entry in status["sites"])
         self.names = NameIndex(Spool(Path(self._folder.name)))
-        facts = ModelFacts("tiny", status["layers"], self.sites)
+        facts = ModelFacts("tiny", status["layers"], self.sites, Capacity(*status["capacity"]), self.config.graph_mode)
         self.admission = Admission(self.config, facts, self.names)
         self._held: list[str] = []
 
-    def register(self, name: str, kind: str, packed: dict[str, Any]) -> None:
-        """Register a direction under a name."""
+    @property
+    def spool(self) -> Path:
+        """The folder that payloads lie in."""
+        return Path(self._folder.name)
+
+    def register(self, name: str, kind: str, packed: dict[str, Any], *, replace: bool = False) -> None:
+        """Register a direction under a name; `replace` lets a name move to other numbers."""
         payload = decode(encode({"packed": packed, "kind": "direction"}), DirectionPayload)
-        self.names.register(name, kind, payload)
+        self.names.register(name, kind, payload, replace=replace)
 
     def plan(self, steering: Any) -> bytes | None:
         """The encoded plan of a wire request as Python objects; None for no steering. Raises SteeringError."""
@@ -127,16 +142,21 @@ class SteeredEngine(StockEngine):
             return None
         admitted = self.admission.admit(request, as_list=isinstance(steering, list))
         self._held += admitted.digests
-        return encode_plan(admitted.plan)
+        # As the front does: a plan that holds nothing is not sent.
+        return encode_plan(admitted.plan) if admitted.plan.groups or admitted.plan.gates else None
 
     def steer(
         self, prompts: Sequence[Sequence[int]], requests: Sequence[Any], max_tokens: int | Sequence[int] = 16
     ) -> list[Answer]:
         """Run prompts in one batch, each under its own wire request (None: unsteered)."""
         answers = self.run(prompts, [self.plan(request) for request in requests], max_tokens)
+        self.release()
+        return answers
+
+    def release(self) -> None:
+        """Give the payloads of every plan so far back."""
         self.admission.release(self._held)
         self._held.clear()
-        return answers
 
     def status(self) -> dict[str, Any]:
         """What steering holds on the worker."""

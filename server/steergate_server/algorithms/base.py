@@ -18,6 +18,12 @@ class BaseSteerVectorAlgorithm(ABC):
     graph_family: ClassVar[str | None] = None
     """Name of the table family that the algorithm lowers to; None for eager and split execution only."""
 
+    separate_scale: ClassVar[bool] = False
+    """Whether a direction comes as `{"direction": v}` with `scale_factor` beside it, rather than scaled already."""
+
+    needs_positions: ClassVar[bool] = False
+    """Whether `params["positions"]` must hold the rows' absolute positions `[num_positions]` int64."""
+
     def __init__(self, *, normalize: bool = False) -> None:
         self.payload: Any = None
         self.normalize = normalize

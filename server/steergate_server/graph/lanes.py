@@ -16,15 +16,17 @@ on; fires below the threshold; the score is a cosine."""
 class Lanes:
     """Per-row state of the step at hand, for at most `rows` rows and `gates` gates of a request.
 
-    `slot` [rows, 1 + gates] int32, `weight` [rows, 1 + gates] float32: what to add and how much of it.
-    `request` [rows] int32: our own number of the row's request, 0 for none. `look` [rows, gates] bool: the gate looks
-    at the row. `score` [rows, gates] float32, NaN where not looked; `fired` [rows, gates] bool.
+    `slot` [rows, 1 + gates] int32, `weight` [rows, 1 + gates] float32: what to add and how much of it. `request`
+    [rows] int32: our own number of the row's request, 0 for none. `position` [rows] int64: absolute. `look` [rows,
+    gates] bool: the gate looks at the row. `score` [rows, gates] float32, NaN where not looked; `fired` [rows, gates]
+    bool.
     """
 
     def __init__(self, rows: int, gates: int, device: torch.device) -> None:
         self.slot = torch.zeros((rows, 1 + gates), dtype=torch.int32, device=device)
         self.weight = torch.zeros((rows, 1 + gates), dtype=torch.float32, device=device)
         self.request = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.position = torch.zeros(rows, dtype=torch.int64, device=device)
         self.look = torch.zeros((rows, gates), dtype=torch.bool, device=device)
         self.score = torch.full((rows, gates), float("nan"), dtype=torch.float32, device=device)
         self.fired = torch.zeros((rows, gates), dtype=torch.bool, device=device)

@@ -1,26 +1,25 @@
-"""Persistent pools of payload rows, and the slots that point into them.
+"""Persistent pools of payload rows, and the slots that stand for what a request does.
 
-A pool is one tensor `[entries, width]` shared by all sites; entry 0 is zero and stands for "no effect". Rows are
-content-addressed and counted, so memory follows the vectors that are in use. A slot is a column of the per-site index:
-for each site it names the pool entry that applies there. Slot 0 is "none".
+A pool is one tensor `[entries, width]` shared by all sites of a width; entry 0 is zero and stands for "no effect". Rows
+are content-addressed and counted, so memory follows the vectors that are in use. A slot is a number that rows carry;
+the tables of each site say what it means there (tables.py). Slot 0 is "none".
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 
 import torch
 
 
 class CapacityError(RuntimeError):
-    """A pool or the slot index has no room for what a request needs."""
+    """A pool or the slot table has no room for what a request needs."""
 
 
 class Pool:
     """Content-addressed rows `[entries, width]` in `dtype` on `device`, allocated once and never re-assigned."""
 
-    def __init__(self, name: str, entries: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.name = name
+    def __init__(self, entries: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.rows = torch.zeros((entries, width), dtype=dtype, device=device)
         self._free = list(range(entries - 1, 0, -1))
         self._entry: dict[Hashable, int] = {}
@@ -37,18 +36,23 @@ class Pool:
         """Rows in use."""
         return len(self._entry)
 
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row."""
+        return self.rows.shape[1] * self.rows.element_size()
+
     def acquire(self, key: Hashable, make: Callable[[], torch.Tensor]) -> int:
         """The entry that holds the row of `key`, filled by `make() -> [width]` if it is new. Counts one holder.
 
-        Raises CapacityError where no entry is free.
+        Raises CapacityError where no entry is free, OverflowError where a number does not fit the pool's dtype.
         """
         entry = self._entry.get(key)
         if entry is None:
             if not self._free:
-                raise CapacityError(f"the {self.name} pool is full: {self.capacity} rows are in use")
+                raise CapacityError(f"the payload pool is full: all {self.capacity} rows are in use")
             row = make().to(self.rows.dtype)
             if not bool(torch.isfinite(row).all()):
-                raise OverflowError(f"a {self.name} row exceeds the range of {self.rows.dtype}")
+                raise OverflowError(f"a scaled vector exceeds the range of {self.rows.dtype}")
             entry = self._free.pop()
             self.rows[entry].copy_(row)
             self._entry[key], self._key[entry], self._holders[entry] = entry, key, 0
@@ -56,7 +60,9 @@ class Pool:
         return entry
 
     def release(self, entry: int) -> None:
-        """Give one hold back. The row is zeroed and freed with its last holder."""
+        """Give one hold back. The row is zeroed and freed with its last holder. Entry 0 is nobody's."""
+        if entry == 0:
+            return
         self._holders[entry] -= 1
         if self._holders[entry] == 0:
             del self._holders[entry], self._entry[self._key.pop(entry)]
@@ -64,60 +70,40 @@ class Pool:
             self._free.append(entry)
 
 
-class SlotIndex:
-    """`table [sites, slots]` int32: the pool entry that a slot applies at a site. Column 0 is zero."""
+class Slots:
+    """Content-addressed slot numbers 1 .. count - 1, counted by their holders."""
 
-    def __init__(self, sites: int, slots: int, pool: Pool, device: torch.device) -> None:
-        self.table = torch.zeros((sites, slots), dtype=torch.int32, device=device)
-        self._pool = pool
-        self._free = list(range(slots - 1, 0, -1))
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._free = list(range(count - 1, 0, -1))
         self._slot: dict[Hashable, int] = {}
         self._key: dict[int, Hashable] = {}
         self._holders: dict[int, int] = {}
-        self._entries: dict[int, list[int]] = {}
 
     @property
     def used(self) -> int:
         """Slots in use."""
         return len(self._slot)
 
-    def acquire(self, key: Hashable, rows: Mapping[int, tuple[Hashable, Callable[[], torch.Tensor]]]) -> int:
-        """The slot of `key`; if new, its column is built from `rows`: site number -> (row key, row maker).
+    def acquire(self, key: Hashable, build: Callable[[int], None]) -> int:
+        """The slot of `key`; a new one is filled by `build(slot)`, which undoes itself if it raises. Counts one holder.
 
-        Counts one holder. Raises CapacityError where no slot or pool entry is free; nothing is held then.
+        Raises CapacityError where no slot is free.
         """
         slot = self._slot.get(key)
         if slot is None:
             if not self._free:
-                raise CapacityError(f"all {self.table.shape[1] - 1} steering slots are in use")
-            entries = self._acquire_entries(rows)
+                raise CapacityError(f"all {self.count - 1} steering slots are in use")
+            build(self._free[-1])
             slot = self._free.pop()
-            for site, entry in zip(rows, entries, strict=True):
-                self.table[site, slot] = entry
-            self._slot[key], self._key[slot] = slot, key
-            self._entries[slot], self._holders[slot] = entries, 0
+            self._slot[key], self._key[slot], self._holders[slot] = slot, key, 0
         self._holders[slot] += 1
         return slot
 
-    def _acquire_entries(self, rows: Mapping[int, tuple[Hashable, Callable[[], torch.Tensor]]]) -> list[int]:
-        entries: list[int] = []
-        try:
-            for key, make in rows.values():
-                entries.append(self._pool.acquire(key, make))
-        except BaseException:
-            for entry in entries:
-                self._pool.release(entry)
-            raise
-        return entries
-
-    def release(self, slot: int) -> None:
-        """Give one hold back. The column is zeroed and its entries are released with its last holder."""
-        if slot == 0:
-            return
+    def release(self, slot: int, clear: Callable[[int], None]) -> None:
+        """Give one hold back; `clear(slot)` runs with the last one."""
         self._holders[slot] -= 1
         if self._holders[slot] == 0:
-            self.table[:, slot] = 0
-            for entry in self._entries.pop(slot):
-                self._pool.release(entry)
+            clear(slot)
             del self._holders[slot], self._slot[self._key.pop(slot)]
             self._free.append(slot)

@@ -16,7 +16,8 @@ from ..schema.payloads import Payload
 from ..schema.registry import RegisterAnswer, UnregisterAnswer, VectorInfo
 from ..schema.requests import InlineVec
 from ..schema.words import VectorKind
-from .numbers import Site, StoredPayload, canonical, sites_of
+from .numbers import StoredPayload, canonical, sites_of
+from .outline import Outline, outline
 from .spool import Spool
 
 __all__ = ["NameEntry", "NameIndex"]
@@ -35,7 +36,7 @@ class NameEntry:
         name, kind: The label and its namespace.
         digest: The payload that it points to.
         payload_kind: That payload's kind, such as `direction`.
-        sites: The sites that the payload names, in execution order, as (hook, layer, width).
+        outline: What admission needs to know of the payload.
         info: What the list routes tell.
     """
 
@@ -43,7 +44,7 @@ class NameEntry:
     kind: VectorKind
     digest: str
     payload_kind: str
-    sites: tuple[Site, ...]
+    outline: Outline
     info: VectorInfo
 
 
@@ -274,4 +275,4 @@ def _entry(
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         metadata=notes,
     )
-    return NameEntry(name, kind, stored.digest, stored.kind, sites, info)
+    return NameEntry(name, kind, stored.digest, stored.kind, outline(stored), info)

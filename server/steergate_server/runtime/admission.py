@@ -1,33 +1,41 @@
 """Admission: from a decoded request to a plan, or a precise refusal. The rules ring, then the model ring.
 
-Everything that can be known before a token is generated is decided here.
+Everything that can be known before a token is generated is decided here: first without the prompt, then with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from steergate_server.algorithms.registry import registered_algorithms
-from steergate_server.capabilities import ALGORITHM_CAPABILITIES
+from steergate_server.algorithms.registry import get_algorithm
+from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapabilities
 from steergate_server.registry.names import NameIndex
-from steergate_server.registry.numbers import canonical, sites_of
+from steergate_server.runtime.capacity import demand_of, rows_by_component, shortage
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.gates import gate_phases
+from steergate_server.runtime.lowering import lowering_problem
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName, VectorGroup, fingerprint
-from steergate_server.runtime.selection import selects_phase, unsupported_selectors
-from steergate_server.runtime.sites import Site
-from steergate_server.schema.errors import PathPart, SteeringError, format_path
-from steergate_server.schema.hooks import HOOKS, site_order
-from steergate_server.schema.payloads import DirectionPayload
+from steergate_server.runtime.selection import has_generation_part, reachable_phases, select
+from steergate_server.runtime.sources import (
+    ModelFacts,
+    ParamWriter,
+    Path,
+    Place,
+    Resolved,
+    Sources,
+    param_writer,
+    pick,
+)
+from steergate_server.schema.errors import SteeringError, format_path
+from steergate_server.schema.hooks import HOOK_COMPONENTS, site_name, site_order
+from steergate_server.schema.payloads import Payload
 from steergate_server.schema.requests import (
     AddApply,
     AttenuateApply,
-    InlinePayload,
-    InlineVec,
-    NamedVec,
     ObserveApply,
     ProbeWhen,
     SteeringGate,
@@ -35,47 +43,21 @@ from steergate_server.schema.requests import (
     VectorSpec,
 )
 from steergate_server.schema.rules import check, check_conversation
-from steergate_server.schema.words import VectorKind
+from steergate_server.schema.rules_where import can_overlap
 
-Path = tuple[PathPart, ...]
-ParamWriter = Callable[[Path], str]
-
-
-class ModelFacts(NamedTuple):
-    """What admission knows of the served model: its name, its number of blocks, the sites that carry ops, and how
-    steering runs inside it."""
-
-    name: str
-    layers: int
-    sites: tuple[Site, ...]
-    graph_mode: Literal["eager", "split", "in_graph"] = "in_graph"
-
-    def width(self, hook: str, layer: int) -> int | None:
-        """Elements per row at a site, or None where no op stands."""
-        return next((site.width for site in self.sites if (site.hook, site.layer) == (hook, layer)), None)
+_DIVISOR_PATHS = {"erase": "", "clamp": "", "concept_replace": "h1/"}
+"""Algorithms that divide by the norm of a row, and how the row's path starts."""
 
 
 class Admitted(NamedTuple):
-    """An admitted request. `digests` are held until `Admission.release`."""
+    """An admitted request. `digests` are held until `Admission.release`; `where` writes paths as they were sent."""
 
     plan: Plan
     fingerprint: str
     digests: tuple[str, ...]
-
-
-class _Source(NamedTuple):
-    """A resolved source: its digest and the sites that are meant."""
-
-    digest: str
-    sites: tuple[SiteName, ...]
-
-
-class _Place(NamedTuple):
-    """Where a site's hook, layer and width stand in the request: what `param` blames."""
-
-    hook_path: Path
-    layer_path: Path
-    width_path: Path
+    numbers: tuple[int, ...]
+    """Place in the request of each of the plan's vectors: those of scale 0 were dropped."""
+    where: ParamWriter
 
 
 class Admission:
@@ -87,7 +69,7 @@ class Admission:
         self.config = config
         self.facts = facts
         self.names = names
-        self.sources = frozenset(sources)
+        self._sources = Sources(config, facts, names, sources)
 
     def admit(self, request: SteeringRequest, *, as_list: bool = False, conversation_id: str | None = None) -> Admitted:
         """Admit a request, or raise SteeringError with the first problem, `param` as sent.
@@ -95,49 +77,74 @@ class Admission:
         as_list: the member was a bare list of gates, which shows in `param`. The payloads of an admitted request are
         held until `release`.
         """
-        where = _param_writer(as_list)
+        where = param_writer(as_list)
         problems = [*check(request, ALGORITHM_CAPABILITIES), *check_conversation(request, conversation_id)]
         if problems:
             raise SteeringError(problems[0].code, problems[0].message, where(problems[0].path))
         held: list[str] = []
         try:
-            plan = self._resolve(request, where, held)
+            plan, numbers = self._resolve(request, where, held)
         except BaseException:
             self.release(held)
             raise
-        return Admitted(plan, fingerprint(plan), tuple(held))
+        return Admitted(plan, fingerprint(plan), tuple(held), numbers, where)
+
+    def admit_prompt(self, admitted: Admitted, prompt: Sequence[int], max_length: int) -> None:
+        """What only the prompt's tokens can tell: whether each clause selects anything, and what meets on a row.
+
+        max_length: the most rows that the request can have. Raises SteeringError.
+        """
+        plan = admitted.plan
+        selection = select([vector.where for vector in plan.vectors], prompt, max_length)
+        for number, vector in enumerate(plan.vectors):
+            if not has_generation_part(vector.where) and not (selection.prompt >> number & 1).any():
+                raise SteeringError(
+                    "selects_nothing",
+                    f"the clause selects none of the prompt's {len(prompt)} rows",
+                    admitted.where(("vectors", admitted.numbers[number], "where")),
+                )
+        masks = selection.distinct()
+        if self.config.graph_mode == "in_graph":
+            for mask in masks:
+                self._check_lowering(plan, mask, admitted)
+        demand = demand_of(plan, prompt, max_length, in_graph=self.config.graph_mode == "in_graph")
+        problem = shortage(len(demand.slots), rows_by_component(demand.rows), self.facts.capacity)
+        if problem is not None:
+            raise SteeringError("over_capacity", f"the request can never fit: {problem}", admitted.where(()))
+
+    def _check_lowering(self, plan: Plan, mask: int, admitted: Admitted) -> None:
+        for site, vectors in plan.at_sites(mask).items():
+            problem = lowering_problem(vectors, self.config.graph_max_rank)
+            if problem is not None:
+                number = next(number for number, vector in enumerate(plan.vectors) if vector is vectors[-1])
+                raise SteeringError(
+                    "not_lowerable",
+                    f"{problem} (at {site_name(*site)}); this server runs in graph, --steer-graph-mode split takes it",
+                    admitted.where(("vectors", admitted.numbers[number])),
+                )
 
     def release(self, digests: Sequence[str]) -> None:
         """Give the payloads of a request back."""
         for digest in digests:
             self.names.release(digest)
 
-    def check_registered(self, payload: DirectionPayload, prefix: Path) -> None:
+    def check_registered(self, payload: Payload, prefix: Path) -> None:
         """Check a payload's sites and widths against the model; raise SteeringError, `param` from the body's root.
 
-        prefix: path of the payload's packed rows in the body.
+        prefix: path of the payload in the body.
         """
-        self._check_payload(payload, prefix, format_path)
+        self._sources.check_payload(payload, prefix, format_path)
 
-    def _check_payload(self, payload: DirectionPayload, path: Path, where: ParamWriter) -> None:
-        for hook, packed in payload.packed.items():
-            at = (*path, hook)
-            for row, layer in enumerate(packed.layer_indices):
-                place = _Place(hook_path=at, layer_path=(*at, "layer_indices", row), width_path=(*at, "shape", 1))
-                self._check_site(hook, layer, packed.shape[1], where, place)
-
-    def _resolve(self, request: SteeringRequest, where: ParamWriter, held: list[str]) -> Plan:
-        if request.conflict != "sequential" and len(request.vectors) > 1:
-            raise SteeringError(
-                "not_implemented",
-                f"conflict {request.conflict!r} is not built yet; use 'sequential'",
-                where(("conflict",)),
-            )
+    def _resolve(self, request: SteeringRequest, where: ParamWriter, held: list[str]) -> tuple[Plan, tuple[int, ...]]:
         vectors: list[PlannedVector] = []
+        numbers: list[int] = []
         for index, spec in enumerate(request.vectors):
             vector = self._vector(spec, ("vectors", index), where, held)
             if vector.scale != 0.0:
                 vectors.append(vector)
+                numbers.append(index)
+        if request.conflict == "error":
+            _refuse_overlaps(vectors, numbers, where)
         self._check_gate_count(request, where)
         gates = tuple(
             self._gate(gate, ("gates", index), where, held, vectors) for index, gate in enumerate(request.gates)
@@ -147,44 +154,38 @@ class Admission:
                 "not_implemented", "report 'scores' is not built yet; use 'summary'", where(("report",))
             )
         groups = (VectorGroup(vectors=tuple(vectors), conflict=request.conflict),) if vectors else ()
-        return Plan(groups=groups, gates=gates, report=request.report)
+        return Plan(groups=groups, gates=gates, report=request.report), tuple(numbers)
 
     # Vectors ----------------------------------------------------------------------------------------------------
 
     def _vector(self, spec: VectorSpec, path: Path, where: ParamWriter, held: list[str]) -> PlannedVector:
-        self._check_algorithm(spec.algorithm, (*path, "algorithm"), where)
-        if spec.normalize:
-            raise SteeringError("not_implemented", "normalize is not built yet", where((*path, "normalize")))
-        for name in unsupported_selectors(spec.where):
-            raise SteeringError(
-                "not_implemented",
-                f"the selector {name!r} is not built yet; use prompt, generation or answer",
-                where((*path, "where", name)),
-            )
-        if spec.steer is None:
-            raise SteeringError(
-                "payload_kind", f"algorithm {spec.algorithm!r} needs a vector in 'steer'", where((*path, "steer"))
-            )
-        source = self._source(spec.steer, "steer", (*path, "steer"), where, held)
-        if spec.layers is not None:
-            source = _pick(source, spec.layers, None, path, where)
-        return PlannedVector(
+        capability = self._capability(spec.algorithm, (*path, "algorithm"), where)
+        planned = PlannedVector(
             algorithm=spec.algorithm,
-            digest=source.digest,
-            sites=source.sites,
+            digest=None,
+            sites=(),
             where=spec.where,
             scale=spec.scale,
             normalize=spec.normalize,
             params=spec.params,
             label=spec.label,
         )
+        if spec.steer is None:
+            sites = tuple(("router_logits", layer) for layer in spec.layers or ())
+            self._check_experts(sites, spec, None, path, where)
+            return replace(planned, sites=sites)
+        source = self._sources.resolve(spec.steer, "steer", (*path, "steer"), where, held)
+        _check_kind(source, capability, spec, path, where)
+        sites = self._vector_sites(source, capability, spec, path, where)
+        _refuse_zeros(source, sites, spec, path, where)
+        if source.outline.kind == "router":
+            self._check_experts(sites, spec, source, path, where)
+        return replace(planned, digest=source.outline.digest, sites=sites, rank=_rank(source, spec.algorithm))
 
-    def _check_algorithm(self, name: str, path: Path, where: ParamWriter) -> None:
+    def _capability(self, name: str, path: Path, where: ParamWriter) -> AlgorithmCapabilities:
         if name not in ALGORITHM_CAPABILITIES:
             known = ", ".join(sorted(ALGORITHM_CAPABILITIES))
             raise SteeringError("unknown_algorithm", f"unknown algorithm {name!r}; known: {known}", where(path))
-        if name not in registered_algorithms():
-            raise SteeringError("not_implemented", f"algorithm {name!r} is not built yet", where(path))
         if name not in self.config.algorithms:
             enabled = ", ".join(self.config.algorithms)
             raise SteeringError(
@@ -193,6 +194,63 @@ class Admission:
                 "the operator declares it with --steer-algorithms",
                 where(path),
             )
+        return ALGORITHM_CAPABILITIES[name]
+
+    def _vector_sites(
+        self,
+        source: Resolved,
+        capability: AlgorithmCapabilities,
+        spec: VectorSpec,
+        path: Path,
+        where: ParamWriter,
+    ) -> tuple[SiteName, ...]:
+        """The sites of a vector: those its payload names, or `hook` at `layers` for a payload that names none."""
+        if source.outline.widths:
+            sites = pick(source.sites, spec.layers, None, path, where)
+        else:
+            layers = spec.layers or [layer for layer in [source.outline.metadata.get("layer")] if layer is not None]
+            if not layers:
+                raise SteeringError(
+                    "layers_required", "the payload names no layer; give 'layers'", where((*path, "layers"))
+                )
+            sites = tuple((spec.hook or "post_block", layer) for layer in layers)
+            width = max(max(shape) for shape in source.outline.shapes.values())
+            for index, site in enumerate(sites):
+                steer = (*path, "steer")
+                place = Place((*path, "hook"), (*path, "layers", index) if spec.layers else steer, steer)
+                self._sources.check_site(site, width, where, place)
+        for hook, _ in sites:
+            if HOOK_COMPONENTS[hook] != capability.target_component:
+                raise SteeringError(
+                    "hook_not_allowed",
+                    f"algorithm {spec.algorithm!r} works on {capability.target_component}, {hook!r} is "
+                    f"{HOOK_COMPONENTS[hook]}",
+                    where((*path, "steer") if source.outline.widths else (*path, "hook")),
+                )
+        return sites
+
+    def _check_experts(
+        self,
+        sites: Sequence[SiteName],
+        spec: VectorSpec,
+        source: Resolved | None,
+        path: Path,
+        where: ParamWriter,
+    ) -> None:
+        """Expert ids must exist in every layer that they are for."""
+        for index, site in enumerate(sites):
+            at = (*path, "layers", index) if source is None else (*path, "steer")
+            experts = self._sources.check_site(site, 0, where, Place(at, at, at))
+            settings = spec.params if source is None else source.outline.metadata["layers"][str(site[1])]
+            for member in ("expert_ids", "activate_ids", "deactivate_ids"):
+                listed = settings.get(member)
+                for expert in listed if isinstance(listed, list) else ():
+                    if expert >= experts:
+                        raise SteeringError(
+                            "out_of_range",
+                            f"expert {expert} does not exist: layer {site[1]} has experts 0 to {experts - 1}",
+                            where((*path, "params", member) if source is None else (*path, "steer")),
+                        )
 
     # Gates ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +291,7 @@ class Admission:
     def _with_probe(
         self, planned: PlannedGate, when: ProbeWhen, path: Path, where: ParamWriter, held: list[str]
     ) -> PlannedGate:
-        source = self._source(when.probe, "probe", path, where, held)
+        source = self._sources.resolve(when.probe, "probe", path, where, held)
         if len(source.sites) != 1:
             raise SteeringError(
                 "probe_not_single_site",
@@ -243,7 +301,7 @@ class Admission:
         return replace(
             planned,
             when="probe",
-            probe_digest=source.digest,
+            probe_digest=source.outline.digest,
             probe_site=source.sites[0],
             threshold=when.threshold,
             sharpness=when.sharpness,
@@ -254,134 +312,86 @@ class Admission:
     def _with_steer(
         self, planned: PlannedGate, apply: AddApply, path: Path, where: ParamWriter, held: list[str]
     ) -> PlannedGate:
-        source = self._source(apply.steer, "steer", path, where, held)
+        source = self._sources.resolve(apply.steer, "steer", path, where, held)
+        if source.outline.kind != "direction":
+            raise SteeringError(
+                "payload_kind", f"a gate adds a direction, this is a {source.outline.kind} payload", where(path)
+            )
+        for hook, layer in source.sites:
+            if HOOK_COMPONENTS[hook] != "hidden_states":
+                raise SteeringError("hook_not_allowed", f"gates do not steer {layer}:{hook}", where(path))
         if planned.probe_site is not None and planned.scope == "this_token":
             early = [site for site in source.sites if site_order(*site) < site_order(*planned.probe_site)]
             if early:
-                hook, layer = early[0]
                 raise SteeringError(
                     "steer_before_probe",
-                    f"scope 'this_token' steers a row after its probe has read it: {layer}:{hook} runs before the "
-                    f"probe's {planned.probe_site[1]}:{planned.probe_site[0]}",
+                    f"scope 'this_token' steers a row after its probe has read it: {site_name(*early[0])} runs before "
+                    f"the probe's {site_name(*planned.probe_site)}",
                     where(path),
                 )
-        return replace(planned, steer_digest=source.digest, steer_sites=source.sites, strength=apply.strength)
+        return replace(planned, steer_digest=source.outline.digest, steer_sites=source.sites, strength=apply.strength)
 
-    # Sources ----------------------------------------------------------------------------------------------------
 
-    def _source(
-        self,
-        source: NamedVec | InlineVec | InlinePayload,
-        kind: VectorKind,
-        path: Path,
-        where: ParamWriter,
-        held: list[str],
-    ) -> _Source:
-        if isinstance(source, NamedVec):
-            return self._named(source, kind, path, where, held)
-        if "inline" not in self.sources:
+def _check_kind(
+    source: Resolved, capability: AlgorithmCapabilities, spec: VectorSpec, path: Path, where: ParamWriter
+) -> None:
+    if source.outline.kind != capability.payload_kind:
+        raise SteeringError(
+            "payload_kind",
+            f"algorithm {spec.algorithm!r} takes a {capability.payload_kind} payload, this is a {source.outline.kind}",
+            where((*path, "steer")),
+        )
+    if spec.hook is not None and source.outline.widths:
+        raise SteeringError(
+            "hook_not_allowed", "the payload names its own hooks; leave 'hook' out", where((*path, "hook"))
+        )
+    if spec.params and source.outline.kind == "router":
+        raise SteeringError(
+            "unknown_param", "the payload says what is done; 'params' must be empty beside it", where((*path, "params"))
+        )
+
+
+def _refuse_zeros(
+    source: Resolved, sites: Sequence[SiteName], spec: VectorSpec, path: Path, where: ParamWriter
+) -> None:
+    """A row of norm 0 cannot be divided by."""
+    start = _DIVISOR_PATHS.get(spec.algorithm)
+    if start is None:
+        return
+    for hook, layer in sites:
+        if f"{start}{hook}/{layer:08d}" in source.outline.zeros:
             raise SteeringError(
-                "inline_not_allowed", "this server takes registered vectors only; name one", where(path)
-            )
-        inside: Path = (*path, "payload") if isinstance(source, InlinePayload) else path
-        payload = source.payload if isinstance(source, InlinePayload) else DirectionPayload(packed=source.packed)
-        if not isinstance(payload, DirectionPayload):
-            raise SteeringError("not_implemented", "only direction payloads are built yet", where(inside))
-        self._check_payload(payload, (*inside, "packed"), where)
-        stored = canonical(payload, where(inside))
-        # Zero bytes were refused by the rules; what is zero only once it is decoded is seen here.
-        if kind == "probe" and not any(row.any() for row in stored.numbers.values()):
-            raise SteeringError("zero_vector", "a probe of zeros never tells rows apart", where(inside))
-        digest = self.names.hold_payload(stored)
-        held.append(digest)
-        sites = [(hook, layer) for hook, layer, _ in sites_of(payload)]
-        return _Source(digest, tuple(sorted(sites, key=lambda site: site_order(*site))))
-
-    def _named(self, source: NamedVec, kind: VectorKind, path: Path, where: ParamWriter, held: list[str]) -> _Source:
-        entry = self.names.find(source.name, kind)
-        if entry is None:
-            other: VectorKind = "probe" if kind == "steer" else "steer"
-            hint = (
-                f"; there is a {other} vector of that name" if self.names.find(source.name, other) is not None else ""
-            )
-            raise SteeringError(
-                "unknown_vector", f"no {kind} vector is registered as {source.name!r}{hint}", where((*path, "name"))
-            )
-        self.names.hold(entry.digest)
-        held.append(entry.digest)
-        sites = sorted(((hook, layer) for hook, layer, _ in entry.sites), key=lambda site: site_order(*site))
-        resolved = _pick(_Source(entry.digest, tuple(sites)), source.layers, source.hook, path, where)
-        widths = {(hook, layer): width for hook, layer, width in entry.sites}
-        for hook, layer in resolved.sites:
-            name = (*path, "name")
-            self._check_site(hook, layer, widths[hook, layer], where, _Place(name, name, name))
-        return resolved
-
-    def _check_site(self, hook: str, layer: int, width: int, where: ParamWriter, place: _Place) -> None:
-        if hook not in HOOKS:
-            raise SteeringError(
-                "unknown_hook", f"unknown hook {hook!r}; known: {', '.join(HOOKS)}", where(place.hook_path)
-            )
-        if layer >= self.facts.layers:
-            raise SteeringError(
-                "unknown_layer",
-                f"layer {layer} does not exist: this model has layers 0 to {self.facts.layers - 1}",
-                where(place.layer_path),
-            )
-        expected = self.facts.width(hook, layer)
-        if expected is None:
-            raise SteeringError(
-                "hook_not_steerable",
-                f"hook {hook!r} carries no steering on this server (declared: {', '.join(self.config.hooks)}); "
-                "the operator declares hooks with --steer-hooks",
-                where(place.hook_path),
-            )
-        if width != expected:
-            raise SteeringError(
-                "width_mismatch",
-                f"the vector is {width} wide, {layer}:{hook} of this model is {expected}",
-                where(place.width_path),
+                "zero_vector",
+                f"algorithm {spec.algorithm!r} divides by the vector's norm, which is 0 at {site_name(hook, layer)}",
+                where((*path, "steer")),
             )
 
 
-def _param_writer(as_list: bool) -> ParamWriter:
-    """Writes paths as the client sent them: a bare list of gates has no member `gates`."""
-
-    def write(path: Path) -> str:
-        if as_list and path[:1] == ("gates",):
-            path = path[1:]
-        return format_path(path, "steering")
-
-    return write
+def _rank(source: Resolved, algorithm: str) -> int:
+    """Rank of a low-rank payload as its algorithm counts it; 0 for others."""
+    shapes = {name: SimpleNamespace(shape=shape) for name, shape in source.outline.shapes.items()}
+    if source.outline.widths:
+        return 0
+    return get_algorithm(algorithm).wire_rank(SimpleNamespace(**shapes)) or 0
 
 
-def _pick(source: _Source, layers: Sequence[int] | None, hook: str | None, path: Path, where: ParamWriter) -> _Source:
-    """The sites of a source at some layers and a hook; what it lacks is refused."""
-    if hook is not None:
-        here = tuple(site for site in source.sites if site[0] == hook)
-        if not here:
-            hooks = ", ".join(sorted({site[0] for site in source.sites}))
-            code = "layer_not_in_payload" if hook in HOOKS else "unknown_hook"
-            raise SteeringError(
-                code, f"the vector has no rows at hook {hook!r} (it has: {hooks})", where((*path, "hook"))
-            )
-        source = source._replace(sites=here)
-    if layers is not None:
-        present = {site[1] for site in source.sites}
-        for index, layer in enumerate(layers):
-            if layer not in present:
+def _refuse_overlaps(vectors: Sequence[PlannedVector], numbers: Sequence[int], where: ParamWriter) -> None:
+    """conflict `error`: no two clauses may select one row at a shared site."""
+    for later, second in enumerate(vectors):
+        for earlier, first in enumerate(vectors[:later]):
+            shared = sorted(set(first.sites) & set(second.sites), key=lambda site: site_order(*site))
+            if shared and can_overlap(first.where, second.where):
                 raise SteeringError(
-                    "layer_not_in_payload",
-                    f"the vector has no row for layer {layer} (it has: {', '.join(map(str, sorted(present)))})",
-                    where((*path, "layers", index)),
+                    "vector_conflict",
+                    f"vectors[{numbers[earlier]}] can select the same rows at {site_name(*shared[0])}, and conflict is "
+                    "'error'",
+                    where(("vectors", numbers[later])),
                 )
-        source = source._replace(sites=tuple(site for site in source.sites if site[1] in layers))
-    return source
 
 
 def _reaches(gate: PlannedGate, vector: PlannedVector) -> bool:
     """Whether an attenuating gate can ever meet a static vector: a row that both touch, at a site in reach."""
-    selected = selects_phase(vector.where)
+    selected = reachable_phases(vector.where)
     if not any(selected[phase] for phase in gate_phases(gate).reach):
         return False
     if gate.probe_site is None or gate.scope != "this_token":

@@ -1,7 +1,7 @@
 """The controller of one engine process: admits plans, lays each step's steering out, and answers the ops of its sites.
 
-It knows nothing of vLLM. A runner tells it which requests were added, finished and preempted, the geometry of each
-step, and when the forward is over.
+It knows nothing of vLLM. A runner tells it which requests were added and finished, the geometry of each step, and when
+the forward is over.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from steergate_server.algorithms.registry import get_algorithm
-from steergate_server.graph.kernels import add_lanes, score_gates
+from steergate_server.graph.kernels import complete, kept_share, score_gates
 from steergate_server.graph.lanes import GateTable, Lanes
-from steergate_server.graph.pools import CapacityError, Pool, SlotIndex
+from steergate_server.graph.pools import CapacityError, Pool
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.gates import GateState, gate_bits, gate_phases
 from steergate_server.runtime.geometry import StepGeometry
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector
-from steergate_server.runtime.selection import PHASES, selects_phase
+from steergate_server.runtime.rows import RowSlots
+from steergate_server.runtime.selection import PHASES, is_phase_only, select
 from steergate_server.runtime.sites import Site
+from steergate_server.runtime.slots import SlotBook
 from steergate_server.runtime.trace import Trace
 from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.requests import Where
@@ -47,7 +48,15 @@ class _Live(NamedTuple):
     plan: Plan
     slots: list[int]
     probes: list[int]
-    reports: bool
+
+
+class _Spread(NamedTuple):
+    """A request of the step whose static slots are laid out row by row: its rows' place, and where they start."""
+
+    number: int
+    first: int
+    rows: int
+    start: int
 
 
 class Controller:
@@ -66,41 +75,45 @@ class Controller:
     ) -> None:
         self.config = config
         self.sites = list(sites)
+        self._device = device
         self._site_number = {(site.hook, site.layer): number for number, site in enumerate(self.sites)}
         self._payloads = PayloadCache(spool)
-        width = self.sites[0].width
-        slots = config.max_slots or 4 * max_requests
         gates = config.max_gates if config.gates else 0
         # One number more than requests that run: one may be added in the step that learns of another's end.
         numbers = 2 * max_requests + 1
-        rows = max(2, config.memory_mib * 2**20 // (width * dtype.itemsize))
-        self.pool = Pool("additive", min(rows, 1 + (slots - 1) * len(self.sites)), width, dtype, device)
-        self.probes = Pool("probe", 1 + numbers * max(gates, 1), width, torch.float32, device)
-        self.slots = SlotIndex(len(self.sites), slots, self.pool, device)
+        self.book = SlotBook(config, sites, self._payloads, config.max_slots or 4 * max_requests, dtype, device)
+        width = max(site.width for site in sites)
+        self.probes = Pool(1 + numbers * max(gates, 1), width, torch.float32, device)
         self.lanes = Lanes(max_rows, gates, device)
         self.gates = GateTable(numbers, gates, device)
         self.state = GateState(numbers, gates, device)
         self.trace = Trace() if config.trace else None
         self._live: dict[str, _Live] = {}
         self._free_numbers = list(range(numbers - 1, 0, -1))
-        # What each live request gives to a row of each phase; row 0 is "no request".
+        # What each live request gives to its rows; row 0 is "no request".
         self._prompt_length = np.zeros(numbers, dtype=np.int64)
         self._slot_by_phase = np.zeros((numbers, PHASES, 1 + gates), dtype=np.int32)
         self._source_by_phase = np.zeros((numbers, PHASES, gates), dtype=np.int8)
         self._look_by_phase = np.zeros((numbers, PHASES, gates), dtype=bool)
-        self._touches = np.zeros((numbers, len(self.sites)), dtype=bool)
-        self._probing = np.zeros((numbers, len(self.sites)), dtype=bool)
-        self._damping = np.zeros(numbers, dtype=bool)
+        self._row_slots: dict[int, RowSlots] = {}
         self._gate_count = np.zeros(numbers, dtype=np.int64)
+        self._damping = np.zeros(numbers, dtype=bool)
+        # By site: it acts there, it probes there, it needs the complete row there, and the rank of its change.
+        shape = (numbers, len(self.sites))
+        self._touches, self._probing = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+        self._needs_value, self._rank = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=np.int64)
         self._idle: NDArray[np.bool_] = np.zeros(len(self.sites), dtype=bool)
+        self._no_rank: NDArray[np.int64] = np.zeros(len(self.sites), dtype=np.int64)
         self._fault: Exception | None = None
-        self._end_step()
+        self._spread: list[_Spread] = []
+        self._step_rank = self._no_rank
         self._high_water = 0
+        self._end_step()
 
     # Life of a request ------------------------------------------------------------------------------------------
 
-    def add(self, request_id: str, plan: Plan, prompt_length: int) -> None:
-        """Install a plan for a request whose prompt has `prompt_length` tokens.
+    def add(self, request_id: str, plan: Plan, prompt: Sequence[int], max_length: int) -> None:
+        """Install a plan for a request with a prompt of token ids and at most `max_length` rows in all.
 
         Raises SteeringError where it cannot be installed exactly; nothing is held then.
         """
@@ -108,9 +121,9 @@ class Controller:
             raise ValueError(f"request {request_id} is live already")
         number = self._free_numbers[-1]
         self._payloads.hold(plan.digests)
-        live = _Live(number, plan, [], [], plan.report != "none" and bool(plan.gates))
+        live = _Live(number, plan, [], [])
         try:
-            self._install_vectors(live)
+            self._install_vectors(live, prompt, max_length)
             for lane, gate in enumerate(plan.gates):
                 self._install_gate(live, lane, gate)
         except BaseException as error:
@@ -120,7 +133,7 @@ class Controller:
             if isinstance(error, OverflowError):
                 raise SteeringError("out_of_range", f"{error}; use a smaller scale or strength") from error
             raise
-        self._prompt_length[number] = prompt_length
+        self._prompt_length[number] = len(prompt)
         self._gate_count[number] = len(plan.gates)
         self._free_numbers.pop()
         self._live[request_id] = live
@@ -131,6 +144,9 @@ class Controller:
         if live is not None:
             self._clear(live)
             self._free_numbers.append(live.number)
+        if not self._live:
+            self.lanes.clear(0, self._high_water)
+            self._high_water = 0
 
     @property
     def live(self) -> int:
@@ -149,64 +165,45 @@ class Controller:
 
     def _clear(self, live: _Live) -> None:
         number = live.number
-        for table in (self._slot_by_phase, self._source_by_phase, self._look_by_phase, self._touches, self._probing):
+        for table in (
+            self._prompt_length, self._slot_by_phase, self._source_by_phase, self._look_by_phase, self._gate_count,
+            self._damping, self._touches, self._probing, self._needs_value, self._rank,
+        ):  # fmt: skip
             table[number] = 0
-        self._prompt_length[number] = 0
-        self._damping[number] = False
-        self._gate_count[number] = 0
+        self._row_slots.pop(number, None)
         self.gates.clear(number)
         self.state.clear(number)
         for slot in live.slots:
-            self.slots.release(slot)
+            self.book.release(slot)
         for entry in live.probes:
             self.probes.release(entry)
         self._payloads.release(live.plan.digests)
 
-    def _install_vectors(self, live: _Live) -> None:
-        selected = [selects_phase(vector.where) for vector in live.plan.vectors]
-        for phase in range(PHASES):
-            vectors = [vector for vector, rows in zip(live.plan.vectors, selected, strict=True) if rows[phase]]
-            if vectors:
-                slot = self._acquire_slot(live, vectors)
-                self._slot_by_phase[live.number, phase, 0] = slot
+    def _install_vectors(self, live: _Live, prompt: Sequence[int], max_length: int) -> None:
+        clauses = [vector.where for vector in live.plan.vectors]
+        if not clauses:
+            return
+        selection = select(clauses, prompt, max_length)
+        slot_of = {0: 0}
+        for mask in selection.distinct():
+            slot_of[mask] = self.book.acquire(live.plan.at_sites(mask))
+            self._hold(live, slot_of[mask])
+        exact = not all(map(is_phase_only, clauses))
+        rows = RowSlots(selection, slot_of, exact=exact, device=self._device)
+        self._slot_by_phase[live.number, :, 0] = rows.by_phase
+        if exact:
+            self._row_slots[live.number] = rows
 
-    def _acquire_slot(self, live: _Live, vectors: list[PlannedVector]) -> int:
-        rows: dict[int, list[PlannedVector]] = {}
-        for vector in vectors:
-            for site in vector.sites:
-                rows.setdefault(self._site_number[site], []).append(vector)
-        key = tuple((v.algorithm, v.digest, v.scale, v.sites) for v in vectors)
-        slot = self.slots.acquire(
-            key,
-            {
-                site: (
-                    (site, tuple((v.algorithm, v.digest, v.scale) for v in here)),
-                    lambda site=site, here=here: self._lower(site, here),  # type: ignore[misc]
-                )
-                for site, here in rows.items()
-            },
-        )
+    def _hold(self, live: _Live, slot: int) -> None:
         live.slots.append(slot)
-        self._touches[live.number, list(rows)] = True
-        return slot
-
-    def _lower(self, site: int, vectors: list[PlannedVector]) -> torch.Tensor:
-        """The one row `[width]` that stands for several additive vectors at a site: their sum, in float32."""
-        name = (self.sites[site].hook, self.sites[site].layer)
-        total: torch.Tensor | None = None
-        for vector in vectors:
-            assert vector.digest is not None
-            table = get_algorithm(vector.algorithm).graph_lower(self._payloads.row(vector.digest, name), vector.scale)
-            row = table["additive"]
-            assert row is not None
-            total = row if total is None else total + row
-        assert total is not None
-        return total
+        number = live.number
+        self._touches[number] |= self.book.sites_of(slot)
+        self._needs_value[number] |= self.book.needs_value(slot)
+        self._rank[number] = np.maximum(self._rank[number], self.book.ranks(slot))
 
     def _install_gate(self, live: _Live, lane: int, gate: PlannedGate) -> None:
         number, phases = live.number, gate_phases(gate)
         if gate.apply == "add":
-            assert gate.steer_digest is not None
             vector = PlannedVector(
                 algorithm="direct",
                 digest=gate.steer_digest,
@@ -214,7 +211,9 @@ class Controller:
                 sites=gate.steer_sites,
                 where=_EVERYWHERE,
             )
-            slot = self._acquire_slot(live, [vector])
+            slot = self.book.acquire(dict.fromkeys(gate.steer_sites, (vector,)), in_tables=True)
+            live.slots.append(slot)
+            self._touches[number] |= self.book.sites_of(slot)
             self._slot_by_phase[number, phases.reach, lane + 1] = slot
         elif gate.apply == "attenuate":
             self.gates.damp[number, lane] = 1.0 - gate.keep
@@ -261,75 +260,122 @@ class Controller:
         position = np.arange(rows) + np.repeat(geometry.starts - first, geometry.counts)
         end = self._prompt_length[request] - 1
         phase = (position >= end).astype(np.int64) + (position > end)
+        slots = self._slot_by_phase[request, phase]
+        self._spread = [
+            _Spread(number, int(first[index]), int(geometry.counts[index]), int(geometry.starts[index]))
+            for index, number in enumerate(numbers.tolist())
+            if number in self._row_slots
+        ]
+        for number, at, count, start in self._spread:
+            slots[at : at + count, 0] = self._row_slots[number].rows(start, count)
         self.lanes.request[:rows] = torch.from_numpy(request)
-        self.lanes.slot[:rows] = torch.from_numpy(self._slot_by_phase[request, phase])
+        self.lanes.position[:rows] = torch.from_numpy(position)
+        self.lanes.slot[:rows] = torch.from_numpy(slots)
         self.lanes.weight[:rows, 0] = 1.0
         self._rows, self._geometry, self._numbers = rows, geometry, numbers
-        self._active = np.any(self._touches[numbers], axis=0)
-        gates = int(self._gate_count[numbers].max())
-        self._used_lanes = 1 + gates
-        self._attenuated = bool(self._damping[numbers].any())
-        self._probed = np.any(self._probing[numbers], axis=0)
+        self._open_sites(numbers)
         if self.lanes.look.shape[1]:
-            source = torch.from_numpy(self._source_by_phase[request, phase])
-            first_rows = torch.from_numpy(np.isin(np.arange(rows), first))
-            self.lanes.look[:rows] = torch.from_numpy(self._look_by_phase[request, phase])
-            self.lanes.weight[:rows, 1:] = self.state.weights(source, self.lanes.request[:rows].long(), first_rows)
-            self.lanes.score[:rows] = float("nan")
-            self.lanes.fired[:rows] = False
-        self._visited = self._active | self._probed
+            self._lay_gates(request, phase, first, rows)
         if self.trace is not None:
             self.trace.begin(geometry, position)
+
+    def _open_sites(self, numbers: NDArray[np.int64]) -> None:
+        """What the step's requests do at each site, on the host: an op of a site with nothing to do returns at once."""
+        self._active = np.any(self._touches[numbers], axis=0)
+        self._probed = np.any(self._probing[numbers], axis=0)
+        self._visited = self._active | self._probed
+        self._step_needs_value = np.any(self._needs_value[numbers], axis=0)
+        self._step_rank = np.max(self._rank[numbers], axis=0)
+        self._used_lanes = 1 + int(self._gate_count[numbers].max())
+        self._attenuated = bool(self._damping[numbers].any())
+
+    def _lay_gates(
+        self, request: NDArray[np.int64], phase: NDArray[np.int64], first: NDArray[np.int64], rows: int
+    ) -> None:
+        source = torch.from_numpy(self._source_by_phase[request, phase])
+        first_rows = np.zeros(rows, dtype=bool)
+        first_rows[first] = True
+        lanes = self.lanes
+        lanes.look[:rows] = torch.from_numpy(self._look_by_phase[request, phase])
+        lanes.weight[:rows, 1:] = self.state.weights(source, lanes.request[:rows].long(), torch.from_numpy(first_rows))
+        lanes.score[:rows] = float("nan")
+        lanes.fired[:rows] = False
+
+    def see_tokens(self, tokens: torch.Tensor) -> None:
+        """Settle the static slots that depend on generated tokens; tokens [>= rows]: the step's input ids, on the
+        device."""
+        for number, at, count, start in self._spread:
+            rows = self._row_slots[number]
+            skipped = max(0, int(self._prompt_length[number]) - start)
+            if not rows.depends_on_token or skipped >= count:
+                continue
+            place = slice(at + skipped, at + count)
+            generated = self.lanes.position[place] - int(self._prompt_length[number])
+            self.lanes.slot[place, 0] = rows.conditioned(generated, tokens[place].long())
 
     def steer(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
         """The op of a site: score the gates that probe here, then steer `hidden` [rows, width] in place.
 
-        It never raises: an exception would leave the forward and end the engine. A fault is raised by `end_step`.
+        It never raises: an exception would leave the forward and end the engine. A fault is kept for `end_step`.
         """
         if not self._visited[site]:
             return
         try:
-            self._steer(hidden, residual, site)
+            if self._probed[site]:
+                score_gates(hidden, residual, site, self._rows, self.lanes, self.gates, self.probes.rows)
+            if self._active[site]:
+                self._change(hidden, residual, site)
         except Exception as error:
             self._fault = error
             self._visited = self._idle
 
-    def _steer(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
-        rows = self._rows
-        if self._probed[site]:
-            score_gates(hidden, residual, site, rows, self.lanes, self.gates, self.probes.rows)
-        if not self._active[site]:
-            return
-        slots = self.lanes.slot[:rows, : self._used_lanes]
-        entries = self.slots.table[site][slots.long()].long()
-        weight = add_lanes(
-            hidden, rows, self.lanes, self.gates, entries, self.pool.rows, self._used_lanes, self._attenuated
-        )
+    def _change(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
+        lanes, used = self.lanes, self._used_lanes
+        slots = lanes.slot[: self._rows, :used].long()
+        touched = self.book.touches[site][slots]
+        active = touched.any(dim=1).nonzero(as_tuple=True)[0]
+        slots = slots[active]
+        value = complete(hidden, residual, active) if self._step_needs_value[site] else None
+        change = self.book.change(site, slots[:, 0], value, lanes.position[active], int(self._step_rank[site]))
+        weight = lanes.weight[active, :used]
+        if self._attenuated:
+            weight[:, 0] = kept_share(active, lanes, self.gates, used)
+            change = change * weight[:, :1]
+        for lane in range(1, used):
+            change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
+        hidden[active] = (hidden[active].float() + change).to(hidden.dtype)
         if self.trace is not None:
-            self.trace.record(self.sites[site], slots, entries, weight)
+            self.trace.record(self.sites[site], active, slots, touched[active], weight)
 
     def end_step(self) -> dict[str, Evidence]:
         """Advance the gates' state after the forward; return the evidence of requests that want a report.
 
-        Raises the fault, if any, that an op of this step met.
+        Raises the fault, if any, that an op of this step met. `take_fallen` tells requests whose algorithm failed.
         """
         if self._fault is not None:
             raise self._fault
-        if not self._rows:
-            return {}
-        last = np.cumsum(self._geometry.counts) - 1
         evidence: dict[str, Evidence] = {}
-        if self._used_lanes > 1:
+        if self._rows and self._used_lanes > 1:
+            last = np.cumsum(self._geometry.counts) - 1
             self.state.advance(self.lanes, torch.from_numpy(last), torch.from_numpy(self._numbers))
             evidence = self._evidence(last)
         self._end_step()
         return evidence
 
-    def _evidence(self, last: np.ndarray) -> dict[str, Evidence]:
+    def take_fallen(self) -> dict[str, str]:
+        """Requests whose algorithms failed since the last call, with what happened."""
+        if not self.book.faults:
+            return {}
+        faults, self.book.faults = self.book.faults, {}
+        return {
+            request_id: faults[slot] for request_id, live in self._live.items() for slot in live.slots if slot in faults
+        }
+
+    def _evidence(self, last: NDArray[np.int64]) -> dict[str, Evidence]:
         wanted = [
             (index, request_id)
             for index, request_id in enumerate(self._geometry.request_ids)
-            if self._numbers[index] and self._live[request_id].reports
+            if self._numbers[index] and self._wants_evidence(request_id)
         ]
         if not wanted:
             return {}
@@ -343,13 +389,19 @@ class Controller:
             for at, (_, request_id) in enumerate(wanted)
         }
 
+    def _wants_evidence(self, request_id: str) -> bool:
+        plan = self._live[request_id].plan
+        return plan.report != "none" and bool(plan.gates)
+
     def _end_step(self) -> None:
         """Between steps every site is the identity: dummy, profile and warm-up runs must see no steering."""
         self._rows = 0
         self._fault = None
+        self._spread = []
         self._used_lanes = 1
         self._attenuated = False
-        self._active = self._probed = self._visited = self._idle
+        self._active = self._probed = self._visited = self._step_needs_value = self._idle
+        self._step_rank = self._no_rank
         self._numbers = np.zeros(0, dtype=np.int64)
         self._geometry = StepGeometry([], self._numbers, self._numbers)
 

@@ -15,13 +15,12 @@ FRONT_ENVIRONMENT = "STEERGATE_FRONT"
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`sources`: where a request's numbers may come from. `max_inline_bytes`: bytes of a request's `steering` member
     after base64 decoding. `keys`: steering keys; empty means mutations are refused. `development`: vLLM's development
-    mode, in which an empty `keys` lets mutations through. `server_key`: whether vLLM's own `--api-key` is set."""
+    mode, in which an empty `keys` lets mutations through."""
 
     sources: tuple[str, ...] = ("name", "inline")
     max_inline_bytes: int = 16 * 2**20
     keys: tuple[str, ...] = ()
     development: bool = False
-    server_key: bool = False
 
 
 def load_front_config() -> FrontConfig:

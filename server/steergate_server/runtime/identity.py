@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from steergate_server.runtime.plan import Plan, fingerprint
-from steergate_server.runtime.selection import first_selected_row, ignores_phase
+from steergate_server.runtime.selection import ignores_phase, select
 
 _TAG = b"steergate/kv/1\0"
 
 
-def first_changed_row(plan: Plan, prompt_length: int) -> int:
-    """The first row whose KV the plan can change."""
-    rows = [first_selected_row(vector.where, prompt_length) for vector in plan.vectors]
-    rows += [prompt_length if gate.at == "generated" else prompt_length - 1 for gate in plan.gates]
-    return min(rows)
+def first_changed_row(plan: Plan, prompt: Sequence[int], max_length: int) -> int | None:
+    """The first row whose KV the plan can change, for a prompt of token ids; None if it can change none."""
+    end = len(prompt) - 1
+    rows = [end + 1 if gate.at == "generated" else end for gate in plan.gates]
+    if plan.vectors:
+        row = select([vector.where for vector in plan.vectors], prompt, max_length).first_row(len(prompt))
+        rows += [] if row is None else [row]
+    return min(rows, default=None)
 
 
 def cache_identity(plan: Plan, prompt_length: int, *, bridge: str = "", epoch: int = 0) -> bytes:

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from steergate_server.algorithms.registry import get_algorithm
 from steergate_server.registry.spool import Spool, StoredPayload
-from steergate_server.runtime.plan import SiteName
+from steergate_server.runtime.plan import PlannedVector, SiteName
+
+ROUTER_DEFAULTS: dict[str, Any] = {
+    "expert_ids": [],
+    "activate_ids": [],
+    "deactivate_ids": [],
+    "epsilon": 0.01,
+    "lambda": 0.5,
+    "topk": 8,
+    "seed": 0,
+}
+"""What a router's settings are where a request's `params` do not say."""
 
 
 class PayloadCache:
@@ -32,12 +45,41 @@ class PayloadCache:
             if self._holders[digest] == 0:
                 del self._holders[digest], self._payloads[digest]
 
-    def row(self, digest: str, site: SiteName) -> torch.Tensor:
-        """The float32 row `[width]` of a direction payload at one site. Raises KeyError where it has none."""
-        hook, layer = site
-        return torch.from_numpy(self._payloads[digest].numbers[f"{hook}/{layer:08d}"])
-
     @property
     def held(self) -> int:
         """Payloads in memory."""
         return len(self._payloads)
+
+    def row(self, digest: str, site: SiteName) -> torch.Tensor:
+        """The float32 row `[width]` of a direction payload at one site. Raises KeyError where it has none."""
+        return self._tensor(digest, _path(site))
+
+    def layer(self, vector: PlannedVector, site: SiteName, width: int) -> Any:
+        """What a vector's algorithm gets as the unscaled payload of one site: a tensor, or a dict of them.
+
+        width: elements per row at the site; for a router, the number of its experts.
+        """
+        if vector.digest is None:
+            return _router({**ROUTER_DEFAULTS, **vector.params}, site, width)
+        payload = self._payloads[vector.digest]
+        if payload.kind == "direction":
+            row = self.row(vector.digest, site)
+            apart = get_algorithm(vector.algorithm).separate_scale
+            return {"direction": row, **vector.params} if apart else row
+        if payload.kind == "concept_pair":
+            return {side: self._tensor(vector.digest, f"{side}/{_path(site)}") for side in ("h1", "h2")}
+        if payload.kind == "router":
+            return _router(payload.metadata["layers"][str(site[1])], site, width)
+        return {name: self._tensor(vector.digest, name) for name in payload.numbers} | vector.params
+
+    def _tensor(self, digest: str, path: str) -> torch.Tensor:
+        return torch.from_numpy(self._payloads[digest].numbers[path])
+
+
+def _path(site: SiteName) -> str:
+    hook, layer = site
+    return f"{hook}/{layer:08d}"
+
+
+def _router(settings: dict[str, Any], site: SiteName, experts: int) -> dict[str, Any]:
+    return {**settings, "experts": experts, "layer": site[1]}

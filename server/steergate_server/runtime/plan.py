@@ -18,7 +18,8 @@ SiteName = tuple[str, int]
 
 
 class PlannedVector(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One static vector: `digest` of its payload, the sites it acts at, and the rows its clause selects."""
+    """One static vector: `digest` of its payload, the sites it acts at, the rows its clause selects, and the rank of a
+    low-rank payload."""
 
     algorithm: str
     digest: str | None
@@ -27,7 +28,14 @@ class PlannedVector(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     scale: float = 1.0
     normalize: bool = False
     params: dict[str, Any] = {}
+    rank: int = 0
     label: str | None = None
+
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """What the vector does to a row, wherever it is selected: hashable, and equal for equal numbers."""
+        params = msgspec.json.encode(self.params, order="sorted")
+        return (self.algorithm, self.digest, self.scale, self.normalize, params)
 
 
 class VectorGroup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +77,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def vectors(self) -> tuple[PlannedVector, ...]:
         """All static vectors in order of application."""
         return tuple(vector for group in self.groups for vector in group.vectors)
+
+    def at_sites(self, mask: int) -> dict[SiteName, tuple[PlannedVector, ...]]:
+        """What acts at each site on a row that selects the vectors of a bit mask, in order, conflicts resolved."""
+        found: dict[SiteName, list[PlannedVector]] = {}
+        number = 0
+        for group in self.groups:
+            owned: set[SiteName] = set()
+            for vector in group.vectors:
+                if mask >> number & 1:
+                    for site in vector.sites:
+                        if group.conflict != "priority" or site not in owned:
+                            found.setdefault(site, []).append(vector)
+                        owned.add(site)
+                number += 1
+        return {site: tuple(vectors) for site, vectors in found.items()}
 
     @property
     def digests(self) -> frozenset[str]:

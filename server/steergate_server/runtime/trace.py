@@ -43,9 +43,12 @@ class Trace:
         ]
         self._position = position
 
-    def record(self, site: Site, slots: torch.Tensor, entries: torch.Tensor, weight: torch.Tensor) -> None:
-        """slots, entries, weight: [rows, lanes] as applied at a site; lanes without an entry are left out."""
-        for row, lane in (entries != 0).nonzero().tolist():
+    def record(
+        self, site: Site, rows: torch.Tensor, slots: torch.Tensor, touched: torch.Tensor, weight: torch.Tensor
+    ) -> None:
+        """rows [n]: rows of the step; slots, touched, weight [n, lanes]: what was applied to them at a site."""
+        for at, lane in touched.nonzero().tolist():
+            row = int(rows[at])
             self._records.append(
                 Applied(
                     self._step,
@@ -53,8 +56,8 @@ class Trace:
                     self._owner[row],
                     int(self._position[row]),
                     lane,
-                    int(slots[row, lane]),
-                    float(weight[row, lane]),
+                    int(slots[at, lane]),
+                    float(weight[at, lane]),
                 )
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from steergate_server.runtime.capacity import Capacity
 from steergate_server.runtime.controller import Evidence
 
 PLAN_KEY = "steergate"
@@ -14,13 +15,17 @@ STEP_ATTRIBUTE = "steergate_step"
 
 
 class StepResult:
-    """What a worker tells the scheduler about one step: `failures` by request id, `evidence` of gates by request id."""
+    """What a worker tells the scheduler about one step.
 
-    __slots__ = ("evidence", "failures")
+    `failures` and `evidence` of gates by request id, and `capacity`: what the worker has room for.
+    """
 
-    def __init__(self, failures: dict[str, dict[str, Any]], evidence: dict[str, Evidence]) -> None:
+    __slots__ = ("capacity", "evidence", "failures")
+
+    def __init__(self, failures: dict[str, dict[str, Any]], evidence: dict[str, Evidence], capacity: Capacity) -> None:
         self.failures = failures
         self.evidence = evidence
+        self.capacity = capacity
 
 
 def plan_bytes(sampling_params: Any) -> bytes | None:

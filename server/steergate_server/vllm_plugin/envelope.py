@@ -1,4 +1,4 @@
-"""What of a generate request's body is ours: found, taken out, and everything that looks like it refused.
+"""What of a request's body is ours: found, taken out, and everything that looks like it refused.
 
 vLLM ignores body members that it does not know. A misspelt `steering` would therefore run unsteered, so whatever comes
 close to our two members is refused, and so is our reserved key wherever clients can reach vLLM's own carriers.
@@ -7,12 +7,13 @@ close to our two members is refused, and so is our reserved key wherever clients
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from steergate_server.schema.errors import SteeringError
+from steergate_server.schema.errors import PathPart, SteeringError, format_path
 from steergate_server.vllm_plugin.carrier import PLAN_KEY
 
 MEMBERS = ("steering", "conversation_id")
@@ -24,7 +25,7 @@ _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Envelope(NamedTuple):
-    """A body, split: our two members as raw JSON (None if absent), and the body without them."""
+    """A body, split: our two members as raw JSON (None if absent), the other members, and the body without ours."""
 
     steering: bytes | None
     conversation_id: bytes | None
@@ -33,14 +34,13 @@ class Envelope(NamedTuple):
 
 
 def open_envelope(body: bytes) -> Envelope | None:
-    """Split a body. None where it is no JSON object and nothing in it is ours: vLLM's own answer is best then.
+    """Split a body. None where it is no JSON object: vLLM's own answer is best then.
 
-    Raises SteeringError for look-alikes, for our reserved key, and for a body that names our members but is no JSON.
+    Raises SteeringError for look-alikes, for members given twice, and for our reserved key.
     """
-    try:
-        members = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return _unreadable(body)
+    members = _read(body)
+    if members is None:
+        return None
     _refuse_look_alikes(members)
     _refuse_reserved(members)
     steering, conversation = members.pop("steering", None), members.pop("conversation_id", None)
@@ -54,57 +54,101 @@ def open_envelope(body: bytes) -> Envelope | None:
     )
 
 
-def _unreadable(body: bytes) -> Envelope | None:
-    """Python's reader takes bodies that are no strict JSON (NaN, lone surrogates), and vLLM reads with it."""
+def _read(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """The members of a body as vLLM will see them: it reads with Python's lenient reader."""
     try:
-        tree = json.loads(body)
-    except (ValueError, RecursionError):
-        tree = None
-    if isinstance(tree, dict):
-        if not any(member in tree for member in MEMBERS) and PLAN_KEY.encode() not in body and b"steer" not in body:
+        members = _decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return _read_leniently(body)
+    names = [f'"{member}"'.encode() for member in MEMBERS]
+    if any(body.count(name) > 1 for name in names) or b"\\u" in body:
+        _refuse_twice(body)
+    return members
+
+
+def _read_leniently(body: bytes) -> dict[str, msgspec.Raw] | None:
+    """NaN, lone surrogates, UTF-16: no strict JSON, but Python reads it and so does vLLM."""
+    try:
+        pairs = json.loads(body, object_pairs_hook=_Pairs)
+        if not isinstance(pairs, _Pairs):
             return None
-        steering = tree.pop("steering", None)
-        raw = None if steering is None else json.dumps(steering).encode()
-        return Envelope(raw, json.dumps(tree.pop("conversation_id", None)).encode(), {}, json.dumps(tree).encode())
-    if any(member.encode() in body for member in MEMBERS):
-        raise SteeringError("invalid_json", "the request body is not valid JSON", None)
-    return None
+        _refuse_twice(body)
+        return {name: msgspec.Raw(json.dumps(_plain(value)).encode()) for name, value in pairs}
+    except RecursionError:
+        raise SteeringError("invalid_json", "The body is nested too deeply to be read.") from None
+    except ValueError:
+        if any(member.encode() in body for member in MEMBERS):
+            raise SteeringError("invalid_json", "The body is not valid JSON.") from None
+        return None
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """A JSON object as its pairs, so that members given twice can be seen."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, _Pairs):
+        return {name: _plain(inner) for name, inner in value}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
+
+
+def _refuse_twice(body: bytes) -> None:
+    names = [name for name, _ in json.loads(body, object_pairs_hook=_Pairs)]
+    for member in MEMBERS:
+        if names.count(member) > 1:
+            raise SteeringError("invalid_json", f"`{member}` is given twice. Send it once.", member)
 
 
 def _refuse_look_alikes(members: dict[str, msgspec.Raw]) -> None:
-    for name in members:
-        if name in MEMBERS or name == "conversation":
-            continue
-        plain = "".join(letter for letter in name.lower() if letter.isalnum())
-        for member in MEMBERS:
-            target = member.replace("_", "")
-            if "steer" in plain or SequenceMatcher(None, plain, target).ratio() >= 0.85:
-                nearest = "steering" if "steer" in plain else member
-                raise SteeringError("unknown_field", f"unknown member {name!r}; did you mean {nearest!r}?", name)
+    for name, raw in members.items():
+        if name == "extra_body" and b"steering" in bytes(raw):
+            raise SteeringError(
+                "unknown_field",
+                "`extra_body` is an argument of the Python client. In raw JSON its content stands at the top level.",
+                name,
+            )
+        nearest = _nearest_member(name)
+        if nearest is not None:
+            raise SteeringError("unknown_field", f"There is no member `{name}`. {nearest}", name)
+
+
+def _nearest_member(name: str) -> str | None:
+    """Advice for a member that looks like one of ours but is not, or None."""
+    if name in MEMBERS or name == "conversation":
+        return None
+    plain = "".join(letter for letter in name.lower() if letter.isalnum())
+    if "report" in plain and "steer" in plain:
+        return "Ask for a report with `report` inside of `steering`."
+    if "vector" in plain and "steer" in plain:
+        return "Static vectors are `vectors` inside of `steering`."
+    for member in MEMBERS:
+        close = SequenceMatcher(None, plain, member.replace("_", "")).ratio() >= 0.85
+        if close or (member == "steering" and "steer" in plain):
+            return f"Did you mean `{member}`?"
+    return None
 
 
 def _refuse_reserved(members: dict[str, msgspec.Raw]) -> None:
     for carrier in _CARRIERS:
-        raw = members.get(carrier)
-        if raw is not None and _holds_key(bytes(raw)):
+        raw = bytes(members.get(carrier, b"null"))
+        if PLAN_KEY.encode() not in raw and b"\\u" not in raw:
+            continue  # a look at the bytes spares the parse
+        for path in _paths_of_key(json.loads(raw)):
             raise SteeringError(
                 "reserved_field",
-                f"the key {PLAN_KEY!r} is reserved for the server; use the member 'steering'",
-                f"{carrier}.{PLAN_KEY}",
+                f"The key `{PLAN_KEY}` is the server's own. Send steering in the member `steering`.",
+                format_path(path, carrier),
             )
 
 
-def _holds_key(raw: bytes) -> bool:
-    """Whether our key stands anywhere in a raw value; a first look at the bytes spares the parse."""
-    if PLAN_KEY.encode() not in raw and b"\\u" not in raw:
-        return False
-    pending = [msgspec.json.decode(raw)]
+def _paths_of_key(tree: Any) -> Iterator[tuple[PathPart, ...]]:
+    """Where our key stands in a value; not recursive, since the depth is the client's."""
+    pending: list[tuple[tuple[PathPart, ...], Any]] = [((), tree)]
     while pending:
-        value = pending.pop()
+        path, value = pending.pop()
         if isinstance(value, dict):
             if PLAN_KEY in value:
-                return True
-            pending += value.values()
+                yield (*path, PLAN_KEY)
+            pending += [((*path, name), inner) for name, inner in value.items()]
         elif isinstance(value, list):
-            pending += value
-    return False
+            pending += [((*path, index), inner) for index, inner in enumerate(value)]

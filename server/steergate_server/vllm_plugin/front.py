@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
-from vllm.config import CompilationMode
+from vllm import envs
 
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.spool import Spool
-from steergate_server.runtime.admission import Admission, ModelFacts
+from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.capacity import Capacity
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, engine_config
 from steergate_server.runtime.front_config import load_front_config
 from steergate_server.runtime.sites import Site
+from steergate_server.runtime.sources import ModelFacts
 from steergate_server.schema.version import CONTRACT_VERSION
 from steergate_server.vllm_plugin.compat import check_vllm
 from steergate_server.vllm_plugin.generate import wrap_generate
 from steergate_server.vllm_plugin.middleware import MiddlewareState, SteeringMiddleware
 from steergate_server.vllm_plugin.routes import Routes
-
-
 
 
 class SteerGateEndpoint:
@@ -50,10 +50,10 @@ class SteerGateEndpoint:
             name=args.served_model_name[0] if args.served_model_name else args.model,
             layers=statuses[0]["layers"],
             sites=sites,
-            graph_mode="eager"
-            if engine_client.vllm_config.compilation_config.mode == CompilationMode.NONE
-            else "in_graph",
+            capacity=Capacity(*statuses[0]["capacity"]),
+            graph_mode=config.graph_mode,
         )
+        self._state.server_key = any([*(args.api_key or []), envs.VLLM_API_KEY])
         spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
         self._state.admission = Admission(config, facts, NameIndex(spool), sources=self._state.config.sources)
-        wrap_generate(engine_client)
+        wrap_generate(engine_client, self._state.admission)

@@ -12,6 +12,7 @@ from typing import Any
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
+from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.plan import encode_plan
 from steergate_server.schema.errors import SteeringError
 from steergate_server.vllm_plugin.call import SteeredCall, current_call
@@ -20,13 +21,21 @@ from steergate_server.vllm_plugin.carrier import PLAN_KEY
 Generate = Callable[..., AsyncGenerator[Any, None]]
 
 
-def wrap_generate(engine_client: Any) -> None:
+def wrap_generate(engine_client: Any, admission: Admission) -> None:
     """Wrap `engine_client.generate` on this object."""
-    engine_client.generate = steered_generate(engine_client.generate)
+    longest = engine_client.model_config.max_model_len
+
+    def admit_prompt(call: SteeredCall, prompt: Any) -> None:
+        admission.admit_prompt(call.admitted, prompt["prompt_token_ids"], longest)
+
+    engine_client.generate = steered_generate(engine_client.generate, admit_prompt)
 
 
-def steered_generate(generate: Generate) -> Generate:
-    """A `generate` with the same signature that carries the plan of the HTTP request it is called for."""
+def steered_generate(generate: Generate, admit_prompt: Callable[[SteeredCall, Any], None]) -> Generate:
+    """A `generate` with the same signature that carries the plan of the HTTP request it is called for.
+
+    admit_prompt: decides what only the prompt's tokens can tell; raises SteeringError.
+    """
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         extra = getattr(sampling_params, "extra_args", None)
@@ -39,6 +48,7 @@ def steered_generate(generate: Generate) -> Generate:
             return generate(prompt, sampling_params, request_id, *args, **kwargs)
         try:
             _check(prompt, sampling_params, call)
+            admit_prompt(call, prompt)
         except SteeringError as error:
             raise _failed(call, error) from None
         plan = call.admitted.plan
@@ -57,15 +67,14 @@ def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
         raise SteeringError("steering_not_supported_here", "only text generation can be steered", "steering")
     if hasattr(prompt, "__anext__"):
         raise SteeringError("steering_not_supported_here", "streaming input cannot be steered", "steering")
-    if isinstance(prompt, dict) and prompt.get("prompt_embeds") is not None:
-        raise SteeringError("steering_not_supported_here", "prompt embeddings cannot be steered", "steering")
+    if not isinstance(prompt, dict) or not prompt.get("prompt_token_ids"):
+        raise SteeringError("steering_not_supported_here", "only prompts of token ids can be steered", "steering")
     if call.wants_report and (sampling_params.n or 1) > 1:
         raise SteeringError("not_implemented", "a report with n > 1 is not built yet; use n = 1", "steering.report")
 
 
 async def _observed(outputs: AsyncGenerator[Any, None], call: SteeredCall, index: int) -> AsyncGenerator[Any, None]:
     """Pass outputs on; take our dict off them. Raises what vLLM's handlers turn into a refusal if steering failed."""
-    produced = 0
     try:
         async for output in outputs:
             ours = _take(output)
@@ -73,8 +82,8 @@ async def _observed(outputs: AsyncGenerator[Any, None], call: SteeredCall, index
                 error = ours["error"]
                 raise _failed(call, SteeringError(error["code"], error["message"], error["param"] or "steering"))
             # Streams bring the new tokens only, other requests all of them at the end.
-            produced += sum(len(choice.token_ids) for choice in output.outputs)
-            call.observe(index, len(output.prompt_token_ids or ()), produced, ours.get("gates"))
+            tokens = [token for choice in output.outputs for token in choice.token_ids]
+            call.observe(index, output.prompt_token_ids or (), tokens, ours.get("gates"))
             yield output
     finally:
         await outputs.aclose()

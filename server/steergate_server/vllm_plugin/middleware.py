@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import msgspec
+
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.front_config import FrontConfig
 from steergate_server.schema.decode import decode_conversation_id, decode_steering
@@ -43,7 +45,6 @@ class SteeringMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        send = _with_contract(send, self._state.contract)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if scope["method"] != "POST" or path.startswith(_OWN_ROUTES) or self._state.admission is None:
             await self._app(scope, receive, send)
@@ -66,7 +67,7 @@ class SteeringMiddleware:
         if envelope is None or (envelope.steering is None and envelope.conversation_id is None):
             return None, body
         if path not in CARRYING_ROUTES:
-            raise _not_here(path)
+            raise _not_here(path, "conversation_id" if envelope.steering is None else "steering")
         return self._admit(envelope), envelope.body
 
     def _admit(self, envelope: Envelope) -> SteeredCall | None:
@@ -77,17 +78,17 @@ class SteeringMiddleware:
         if len(raw) > limit * 4 // 3 + 65_536:
             raise SteeringError(
                 "payload_too_large",
-                f"'steering' has {len(raw)} bytes; this server takes {limit} bytes of inline numbers",
+                f"`steering` has {len(raw)} bytes; this server takes {limit} bytes of numbers. Register vectors.",
                 "steering",
             )
         request = decode_steering(raw)
         if request is None or request is False:
             return None
         assert isinstance(request, SteeringRequest)
-        if envelope.rest.get("use_beam_search") is not None and bytes(envelope.rest["use_beam_search"]) == b"true":
+        if msgspec.json.decode(envelope.rest.get("use_beam_search", b"null")) not in (None, False):
             raise SteeringError(
                 "steering_not_supported_here",
-                "beam search sends generated tokens as a new prompt, so rows cannot be told; leave one of the two out",
+                "Beam search sends generated tokens as a new prompt, so rows cannot be told. Leave one of the two out.",
                 "use_beam_search",
             )
         assert self._state.admission is not None
@@ -112,20 +113,19 @@ class SteeringMiddleware:
 
 
 class MiddlewareState:
-    """What the middleware needs once the engine is up; `admission` is None until then."""
+    """What the middleware and the routes share. `admission` is None until the engine is up; `server_key`: vLLM's own
+    `--api-key` is set."""
 
     def __init__(self, config: FrontConfig, contract: str) -> None:
         self.config = config
         self.contract = contract
+        self.server_key = False
         self.admission: Admission | None = None
 
 
-def _not_here(path: str) -> SteeringError:
-    return SteeringError(
-        "steering_not_supported_here",
-        f"{path} does not carry steering; send it to {' or '.join(sorted(CARRYING_ROUTES))}",
-        "steering",
-    )
+def _not_here(path: str, member: str = "steering") -> SteeringError:
+    routes = " or ".join(sorted(CARRYING_ROUTES))
+    return SteeringError("steering_not_supported_here", f"{path} does not carry steering. Send it to {routes}.", member)
 
 
 def _content_type(scope: Scope) -> bytes:
@@ -146,7 +146,7 @@ async def _read_body(receive: Receive, scope: Scope, inline_bytes: int) -> bytes
         size += len(chunks[-1])
         if not message.get("more_body", False):
             return b"".join(chunks)
-    raise SteeringError("payload_too_large", f"the body is larger than {limit} bytes", None)
+    raise SteeringError("payload_too_large", f"The body is larger than {limit} bytes.", None)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
@@ -161,12 +161,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-def _with_contract(send: Send, contract: str) -> Send:
-    async def sender(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"x-steering-contract", contract.encode())]
-        await send(message)
-
-    return sender

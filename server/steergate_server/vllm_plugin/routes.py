@@ -7,9 +7,11 @@ from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
 
-from steergate_server.capabilities import ALGORITHM_CAPABILITIES
+from steergate_server.algorithms.registry import get_algorithm
+from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapabilities
 from steergate_server.registry.numbers import canonical
 from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.front_config import FrontConfig
 from steergate_server.schema.decode import decode, encode
 from steergate_server.schema.errors import SteeringError
@@ -80,13 +82,12 @@ class Routes:
         if (body.packed is None) == (body.payload is None):
             raise SteeringError("missing_field", "give exactly one of 'packed' and 'payload'", "packed")
         payload = DirectionPayload(packed=body.packed) if body.packed is not None else body.payload
-        if not isinstance(payload, DirectionPayload):
-            raise SteeringError("not_implemented", "only direction payloads are built yet", "payload.kind")
+        assert payload is not None
         prefix = "" if body.packed is not None else "payload"
         names = self._admission.names
         # The numbers first: a payload whose shape is off has no sites to speak of.
         canonical(payload, prefix)
-        self._admission.check_registered(payload, (*filter(None, [prefix]), "packed"))
+        self._admission.check_registered(payload, tuple(filter(None, [prefix])))
         return names.register(body.name, body.kind, payload, body.metadata, body.replace, prefix)
 
     async def unregister(self, request: Request) -> UnregisterAnswer:
@@ -106,7 +107,7 @@ class Routes:
                 "this server has no steering key, so vectors cannot be changed; start it with --steering-api-key",
             )
         given = request.headers.get("x-steering-api-key")
-        if given is None and not config.server_key:
+        if given is None and not self._state.server_key:
             scheme, _, token = request.headers.get("authorization", "").partition(" ")
             given = token if scheme.lower() == "bearer" else None
         # Every key is compared, in constant time, so that the time tells nothing.
@@ -138,15 +139,7 @@ def capabilities_answer(admission: Admission, config: FrontConfig, contract: str
             if hook in widths
         ],
         algorithms={
-            name: AlgorithmInfo(
-                payload_kind=capability.payload_kind,
-                source=capability.source,
-                normalize=capability.normalize,
-                params=list(capability.params),
-                target_component=cast(Component, capability.target_component),
-                enabled=name in engine.algorithms,
-                graph_mode=facts.graph_mode if name in engine.algorithms else None,
-            )
+            name: _algorithm_info(name, capability, engine)
             for name, capability in sorted(ALGORITHM_CAPABILITIES.items())
         },
         sources=[source for source in ("name", "inline") if source in config.sources],
@@ -156,8 +149,24 @@ def capabilities_answer(admission: Admission, config: FrontConfig, contract: str
             vectors=MAX_VECTORS,
             gates=engine.max_gates if engine.gates else 0,
             inline_bytes=config.max_inline_bytes,
-            graph_rank=0,
+            graph_rank=engine.graph_max_rank,
         ),
+    )
+
+
+def _algorithm_info(name: str, capability: AlgorithmCapabilities, engine: EngineConfig) -> AlgorithmInfo:
+    enabled = name in engine.algorithms
+    algorithm = get_algorithm(name)
+    problem = algorithm.graph_payload_problem() if algorithm.graph_family is None else None
+    return AlgorithmInfo(
+        payload_kind=capability.payload_kind,
+        source=capability.source,
+        normalize=capability.normalize,
+        params=list(capability.params),
+        target_component=cast(Component, capability.target_component),
+        enabled=enabled,
+        graph_mode=engine.graph_mode if enabled else None,
+        reason=problem or (engine.graph_reason if enabled else None),
     )
 
 

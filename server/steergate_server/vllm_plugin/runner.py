@@ -30,12 +30,19 @@ from steergate_server.vllm_plugin.carrier import STEP_ATTRIBUTE, StepResult, pla
 logger = init_logger(__name__)
 
 
+def is_attention(module: torch.nn.Module) -> bool:
+    """Whether a module is one of vLLM's attention layers."""
+    return isinstance(module, AttentionLayerBase)
+
+
 def build_controller(
     stack: torch.nn.ModuleList, config: EngineConfig, vllm_config: VllmConfig, max_rows: int, device: torch.device
 ) -> Controller:
     """Place the ops in the blocks of a freshly loaded model and allocate everything that steering needs."""
     width = vllm_config.model_config.get_hidden_size()
-    sites = attach_sites(stack, config.hooks, width, lambda module: isinstance(module, PPMissingLayer), ops.steer)
+    sites = attach_sites(
+        stack, config.hooks, width, is_attention, lambda module: isinstance(module, PPMissingLayer), ops.steer
+    )
     spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
     controller = Controller(
         config,
@@ -47,13 +54,12 @@ def build_controller(
         max_requests=vllm_config.scheduler_config.max_num_seqs,
     )
     logger.info(
-        "SteerGate: %d sites (%s), %d pool rows of %d x %s, %d slots, %d gate lanes",
+        "SteerGate: %d sites (%s), mode %s, payload pool %.1f MiB, %d slots, %d gate lanes",
         len(sites),
         ", ".join(config.hooks),
-        controller.pool.capacity,
-        width,
-        controller.pool.rows.dtype,
-        controller.slots.table.shape[1],
+        config.graph_mode,
+        controller.book.pool_capacity / 2**20,
+        controller.book.slots.count,
         controller.lanes.look.shape[1],
     )
     return controller
@@ -66,6 +72,7 @@ class SteeringRunnerMixin:
     steering_layers: int
     _steering_failures: dict[str, dict[str, Any]]
     _steering_evidence: dict[str, Evidence]
+    _steering_told: bool
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then place the ops: before warm-up, so that they are traced and profiled."""
@@ -73,8 +80,9 @@ class SteeringRunnerMixin:
         config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         assert config is not None
         self._steering_failures, self._steering_evidence = {}, {}
+        self._steering_told = False
         runner: Any = self
-        stack = find_decoder_stack(runner.get_model(), lambda module: isinstance(module, AttentionLayerBase))
+        stack = find_decoder_stack(runner.get_model(), is_attention)
         self.steering_layers = len(stack)
         self.steering = build_controller(stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
         ops.bind(self.steering)
@@ -88,11 +96,11 @@ class SteeringRunnerMixin:
         for new in scheduler_output.scheduled_new_reqs:
             encoded = plan_bytes(new.sampling_params)
             if encoded is not None:
-                self._guard(new.req_id, self._admit, new.req_id, encoded, len(new.prompt_token_ids))
+                self._guard(new.req_id, self._admit, new, encoded)
         return result
 
-    def _admit(self, request_id: str, encoded: bytes, prompt_length: int) -> None:
-        self.steering.add(request_id, decode_plan(encoded), prompt_length)
+    def _admit(self, new: Any, encoded: bytes) -> None:
+        self.steering.add(new.req_id, decode_plan(encoded), new.prompt_token_ids, self.max_model_len)  # type: ignore[attr-defined]
 
     def _guard(self, request_id: str, action: Any, *args: Any) -> None:
         """Run a piece of ours; a fault becomes the failure of one request."""
@@ -127,11 +135,17 @@ class SteeringRunnerMixin:
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
         # Called once for each real forward, never for dummy, profile or capture runs: state advances here alone.
         ops.bind(self.steering)
+        try:
+            self.steering.see_tokens(self.input_ids.gpu)  # type: ignore[attr-defined]
+        except Exception:
+            self._abandon("the steering of this step could not be laid out")
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         try:
             self._steering_evidence = self.steering.end_step()
+            for request_id, message in self.steering.take_fallen().items():
+                self._fail(request_id, SteeringError("algorithm_failed", message))
         except Exception:
-            self._abandon("the state of this step's gates was lost")
+            self._abandon("the steering of this step failed")
         return output
 
     def _abandon(self, message: str) -> None:
@@ -142,9 +156,12 @@ class SteeringRunnerMixin:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, then let the step's result ride on the output."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        result = StepResult(self._steering_failures, self._steering_evidence)
+        result = StepResult(self._steering_failures, self._steering_evidence, self.steering.book.capacity)
         self._steering_failures, self._steering_evidence = {}, {}
-        if result.failures or result.evidence:
+        # The scheduler holds everything but the first steered request back until it has heard of the capacity.
+        first = self.steering.live > 0 and not self._steering_told
+        if result.failures or result.evidence or first:
+            self._steering_told = True
             carrier = output._model_runner_output if isinstance(output, AsyncModelRunnerOutput) else output
             assert isinstance(carrier, ModelRunnerOutput)
             setattr(carrier, STEP_ATTRIBUTE, result)

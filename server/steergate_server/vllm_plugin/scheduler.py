@@ -17,6 +17,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from steergate_server.runtime.books import RequestBook
+from steergate_server.runtime.capacity import Capacity, Demand, Ledger, demand_of
+from steergate_server.runtime.config import engine_config
 from steergate_server.runtime.identity import cache_identity, first_changed_row, tagged_extension
 from steergate_server.runtime.plan import Plan, decode_plan
 from steergate_server.schema.errors import SteeringError
@@ -30,11 +32,12 @@ Failure = dict[str, Any]
 class _Steered:
     """What the scheduler keeps of one steered request."""
 
-    __slots__ = ("book", "client_index", "plan", "request")
+    __slots__ = ("book", "client_index", "demand", "plan", "request")
 
-    def __init__(self, request: Request, plan: Plan) -> None:
+    def __init__(self, request: Request, plan: Plan, demand: Demand) -> None:
         self.request = request
         self.plan = plan
+        self.demand = demand
         self.client_index = request.client_index
         self.book = RequestBook(plan) if plan.report != "none" else None
 
@@ -47,6 +50,13 @@ class SteeringSchedulerMixin:
         self._steered: dict[str, _Steered] = {}
         self._steering_failures: dict[str, Failure] = {}
         self._steering_epoch = 0
+        config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
+        self._steering_in_graph = config is not None and config.graph_mode == "in_graph"
+        self._ledger = Ledger()
+        # Not known before a worker has told; until then steered requests start one at a time.
+        self._capacity: Capacity | None = None
+        self._tentative: list[str] = []
+        self._holding_back = False
 
     # Admission --------------------------------------------------------------------------------------------------
 
@@ -64,11 +74,13 @@ class SteeringSchedulerMixin:
         super().add_request(request)  # type: ignore[misc]
 
     def _admit(self, request: Request, plan: Plan) -> None:
-        self._steered[request.request_id] = _Steered(request, plan)
-        prompt_length = request.num_prompt_tokens
-        identity = cache_identity(plan, prompt_length, epoch=self._steering_epoch)
-        first_block = first_changed_row(plan, prompt_length) // self.hash_block_size  # type: ignore[attr-defined]
-        _mix_identity(request, first_block, identity)
+        prompt, longest = request.prompt_token_ids or (), self.max_model_len  # type: ignore[attr-defined]
+        demand = demand_of(plan, prompt, longest, in_graph=self._steering_in_graph)
+        self._steered[request.request_id] = _Steered(request, plan, demand)
+        identity = cache_identity(plan, request.num_prompt_tokens, epoch=self._steering_epoch)
+        row = first_changed_row(plan, prompt, longest)
+        if row is not None:
+            _mix_identity(request, row // self.hash_block_size, identity)  # type: ignore[attr-defined]
 
     def _isolate(self, request: Request) -> None:
         _mix_identity(request, 0, request.request_id.encode())
@@ -77,7 +89,12 @@ class SteeringSchedulerMixin:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's own schedule; a gated request that it preempted has lost its gates' state and will be ended."""
+        self._tentative, self._holding_back = [], False
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        for request_id in self._tentative:
+            # Asked for, but not started: for lack of KV cache, say.
+            if request_id not in output.num_scheduled_tokens:
+                self._ledger.release(request_id)
         for request_id in output.preempted_req_ids or ():
             steered = self._steered.get(request_id)
             if steered is not None and steered.plan.gates:
@@ -88,6 +105,30 @@ class SteeringSchedulerMixin:
                     "give the server more KV cache",
                 )
         return output
+
+    def _handle_blocked_waiting_request(self, request: Request) -> bool:
+        """Whether a waiting request may start. A steered one waits, without blocking others, until its slots and rows
+        are free; a reservation lasts through preemption. Oldest first: while one waits, younger ones that need new
+        rows wait too."""
+        if not super()._handle_blocked_waiting_request(request):  # type: ignore[misc]
+            return False
+        steered = self._steered.get(request.request_id)
+        if steered is None or self._ledger.holds(request.request_id):
+            return True
+        if not self._has_room(steered.demand):
+            self._holding_back = True
+            return False
+        self._ledger.reserve(request.request_id, steered.demand)
+        self._tentative.append(request.request_id)
+        return True
+
+    def _has_room(self, demand: Demand) -> bool:
+        if self._capacity is None:
+            return self._ledger.empty
+        if self._holding_back and self._ledger.needs_new(demand):
+            return False
+        # A demand that could never fit was refused at the front; here it starts alone and is refused by the worker.
+        return self._ledger.fits(demand, self._capacity) or self._ledger.empty
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
         """vLLM's own update, then our books: accepted firings, failures, reports."""
@@ -113,6 +154,7 @@ class SteeringSchedulerMixin:
         self, outputs: dict[int, EngineCoreOutputs], before: dict[str, int], result: StepResult | None
     ) -> None:
         if result is not None:
+            self._capacity = result.capacity
             self._steering_failures.update(result.failures)
             for request_id, evidence in result.evidence.items():
                 steered = self._steered.get(request_id)
@@ -177,6 +219,7 @@ class SteeringSchedulerMixin:
         ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self._steered.pop(request.request_id, None)
+            self._ledger.release(request.request_id)
         return ended
 
     def _forget_finished(self, request_ids: Iterable[str]) -> None:
@@ -184,6 +227,7 @@ class SteeringSchedulerMixin:
             steered = self._steered.get(request_id)
             if steered is not None and steered.request.is_finished():
                 del self._steered[request_id]
+                self._ledger.release(request_id)
 
 
 def _mix_identity(request: Request, first_block: int, identity: bytes) -> None:

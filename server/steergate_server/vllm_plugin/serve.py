@@ -14,11 +14,13 @@ import tempfile
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
 from steergate_server.runtime.front_config import FrontConfig, store_front_config
+from steergate_server.schema.hooks import HOOKS
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 
@@ -39,7 +41,15 @@ _PLUGIN_GROUPS = (
     "vllm.endpoint_plugins",
 )
 
-_OURS = ("--worker-cls", "--scheduler-cls")
+_REFUSED = {
+    "--worker-cls": "steering brings its own worker",
+    "--scheduler-cls": "steering brings its own scheduler",
+    "--api-server-count": "registered vectors live in one API server process",
+    "--data-parallel-size": "it starts several API server processes, and registered vectors live in one",
+    "--headless": "it starts no API server",
+    "--grpc": "only the HTTP server carries steering",
+}
+"""vLLM flags that cannot be honoured, and why."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -55,9 +65,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--steer-algorithms",
         type=_words,
-        default=("direct",),
+        default=EngineConfig().algorithms,
         metavar="A,B",
-        help="algorithms that requests may use (default: direct)",
+        help="algorithms that requests may use, or `all` (default: direct,erase,replace,clamp)",
+    )
+    parser.add_argument(
+        "--steer-graph-mode",
+        choices=("auto", "eager", "split", "in_graph"),
+        default="auto",
+        help="how static vectors run (default: auto, which is in_graph where the declared algorithms allow it)",
+    )
+    parser.add_argument(
+        "--steer-graph-max-rank",
+        type=_positive,
+        default=32,
+        metavar="R",
+        help="summed rank of the low-rank maps at one site that fits the graph (default: 32)",
     )
     parser.add_argument(
         "--steer-hooks",
@@ -116,7 +139,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of the command."""
     parser = build_parser()
-    flags, rest = parser.parse_known_args(sys.argv[1:] if argv is None else list(argv))
+    words = [_dashed(word) for word in (sys.argv[1:] if argv is None else argv)]
+    flags, rest = parser.parse_known_args(words)
     rest = _vllm_arguments(parser, flags, rest)
     keys = flags.steering_api_key or [key for key in [os.environ.get("STEERGATE_STEERING_API_KEY")] if key]
     store_front_config(
@@ -125,7 +149,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             max_inline_bytes=flags.max_inline_bytes,
             keys=tuple(keys),
             development=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
-            server_key=bool(os.environ.get("VLLM_API_KEY")) or any(_is_flag(word, "--api-key") for word in rest),
         )
     )
     spool = tempfile.mkdtemp(prefix="steergate-")
@@ -142,28 +165,36 @@ def _vllm_arguments(parser: argparse.ArgumentParser, flags: argparse.Namespace, 
     unknown = [word for word in rest if word.startswith(("--steer", "--max-steering", "--no-steer"))]
     if unknown:
         parser.error(f"unknown or not yet built steering flag: {unknown[0]}")
-    for ours in (*_OURS, "--api-server-count"):
-        if any(_is_flag(word, ours) for word in rest):
-            parser.error(f"{ours} cannot be combined with steering")
+    for flag, why in _REFUSED.items():
+        if any(_is_flag(word, flag) for word in rest):
+            parser.error(f"{flag} cannot be combined with steering: {why}")
     if flags.demo:
         if rest and not rest[0].startswith("-"):
             parser.error("give a MODEL or --demo, not both")
         rest = [str(DEMO_MODEL), *_with_defaults(rest, DEMO_DEFAULTS)]
     elif not rest or rest[0].startswith("-"):
-        parser.error("name a MODEL, or use --demo")
+        parser.error("MODEL comes first: steergate-serve MODEL [flags], or steergate-serve --demo")
     additional, rest = _take_additional_config(parser, rest)
+    algorithms = _known(parser, "--steer-algorithms", flags.steer_algorithms, _algorithms())
+    mode, reason = _graph_mode(flags.steer_graph_mode, algorithms)
+    if mode == "eager" and not any(_is_flag(word, "--enforce-eager") for word in rest):
+        rest.append("--enforce-eager")
     engine = EngineConfig(
-        hooks=flags.steer_hooks,
-        algorithms=_known(parser, "--steer-algorithms", flags.steer_algorithms, _algorithms()),
+        hooks=_known(parser, "--steer-hooks", flags.steer_hooks, HOOKS),
+        algorithms=algorithms,
+        graph_mode=mode,
+        graph_reason=reason,
+        graph_max_rank=flags.steer_graph_max_rank,
         memory_mib=flags.steering_memory,
         max_gates=flags.max_gates_per_request,
         max_slots=flags.max_steering_slots,
         gates=flags.enable_declarative_gates,
     )
     _known(parser, "--steer-sources", flags.steer_sources, ("name", "inline"))
-    _known(parser, "--steer-hooks", flags.steer_hooks, _hooks())
     return [
         *rest,
+        "--middleware",
+        "steergate_server.vllm_plugin.contract.ContractHeader",
         "--worker-cls",
         "steergate_server.vllm_plugin.worker.SteeringWorker",
         "--scheduler-cls",
@@ -182,11 +213,17 @@ def _with_defaults(rest: list[str], defaults: dict[str, str | None]) -> list[str
 def _take_additional_config(parser: argparse.ArgumentParser, rest: list[str]) -> tuple[dict[str, object], list[str]]:
     """The user's own `--additional-config`, which ours is merged into, and the rest of the command line."""
     taker = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    taker.add_argument("--additional-config", type=json.loads, default={})
+    taker.add_argument("--additional-config", default="{}")
     found, others = taker.parse_known_args(rest)
-    if "steering" in found.additional_config:
+    try:
+        config = json.loads(found.additional_config)
+    except ValueError:
+        config = None
+    if not isinstance(config, dict):
+        parser.error(f"--additional-config: expected a JSON object, got {found.additional_config!r}")
+    if "steering" in config:
         parser.error("--additional-config: the key 'steering' is set by the steering flags")
-    return found.additional_config, others
+    return config, others
 
 
 def _hand_over(arguments: list[str]) -> None:
@@ -224,10 +261,10 @@ def _algorithms() -> tuple[str, ...]:
     return registered_algorithms()
 
 
-def _hooks() -> tuple[str, ...]:
-    from steergate_server.runtime.sites import SUPPORTED_HOOKS
+def _graph_mode(asked: str, algorithms: tuple[str, ...]) -> tuple[Any, str | None]:
+    from steergate_server.runtime.lowering import auto_mode
 
-    return SUPPORTED_HOOKS
+    return auto_mode(algorithms) if asked == "auto" else (asked, None)
 
 
 def _known(parser: argparse.ArgumentParser, flag: str, given: tuple[str, ...], known: Sequence[str]) -> tuple[str, ...]:
@@ -252,10 +289,17 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("expected a positive integer")
-    return number
+    if not text.isascii() or not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _dashed(word: str) -> str:
+    """A flag with dashes in its name, as vLLM itself reads it; values stay as they are."""
+    if not word.startswith("--"):
+        return word
+    flag, equals, value = word.partition("=")
+    return flag.replace("_", "-") + equals + value
 
 
 if __name__ == "__main__":

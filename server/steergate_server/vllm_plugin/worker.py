@@ -33,9 +33,10 @@ class SteeringWorker(_Worker):
         steering = self.model_runner.steering
         return {
             "live": steering.live,
-            "pool_used": steering.pool.used,
-            "pool_capacity": steering.pool.capacity,
-            "slots_used": steering.slots.used,
+            "pool_used": steering.book.pool_used,
+            "pool_capacity": steering.book.pool_capacity,
+            "slots_used": steering.book.slots.used,
+            "capacity": tuple(steering.book.capacity),
             "probes_used": steering.probes.used,
             "payloads_held": steering.payloads_held,
             "lanes_nonzero": steering.lanes_nonzero(),

@@ -1,0 +1,134 @@
+"""The tables of all sites of one width: what each slot means at each of them.
+
+`[sites, slots]` each, zero for "no effect". They name rows of one pool, or hold a number or two themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import torch
+
+from steergate_server.graph.affine import SiteChange
+from steergate_server.graph.pools import CapacityError, Pool
+
+
+class SiteTables:
+    """Tables of the families that the declared algorithms need, for `sites` sites and `slots` slots.
+
+    bias: pool entry of b. reads, writes [.., max_rank]: pool entries of the pairs (p, q) of x + (x.p) q. forget
+    float32: 1 - a. clamp: pool entry of u; bounds [.., 3] float32: low, high, strength. normalize bool. The host keeps
+    each column's rank, and whether it is more than a bias.
+    """
+
+    def __init__(
+        self, sites: int, slots: int, pool: Pool, families: Sequence[str], max_rank: int, device: torch.device
+    ) -> None:
+        def table(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros((sites, slots, *shape), dtype=dtype, device=device)
+
+        self.pool = pool
+        self.bias = table()
+        ranked = bool({"projection", "lowrank"} & set(families))
+        self.max_rank = max_rank if ranked else 0
+        self.reads = table(self.max_rank) if ranked else None
+        self.writes = table(self.max_rank) if ranked else None
+        self.forget = table(dtype=torch.float32) if "replace" in families else None
+        self.clamp = table() if "clamp" in families else None
+        self.bounds = table(3, dtype=torch.float32) if "clamp" in families else None
+        self.normalize = table(dtype=torch.bool)
+        self.rank = np.zeros((sites, slots), dtype=np.int64)
+        self.complex = np.zeros((sites, slots), dtype=bool)
+        self._held: dict[tuple[int, int], list[int]] = {}
+
+    def write(self, site: int, slot: int, key: Hashable, change: SiteChange) -> None:
+        """Make a slot mean a change at a site. `key` stands for its content. Nothing is held if it raises.
+
+        Raises CapacityError where the pool is full or the rank does not fit, OverflowError as `Pool.acquire`.
+        """
+        affine = change.affine
+        if affine.rank > self.max_rank:
+            raise CapacityError(f"rank {affine.rank} exceeds the tables' rank {self.max_rank}")
+        held: list[int] = []
+
+        def acquire(part: str, row: torch.Tensor) -> int:
+            if not bool(row.any()):
+                return 0
+            held.append(self.pool.acquire((key, part), lambda: row))
+            return held[-1]
+
+        try:
+            bias = acquire("bias", affine.bias)
+            reads = [acquire(f"read{term}", row) for term, row in enumerate(affine.reads)]
+            writes = [acquire(f"write{term}", row) for term, row in enumerate(affine.writes)]
+            clamp = acquire("clamp", change.clamp.direction) if change.clamp is not None else 0
+        except BaseException:
+            for entry in held:
+                self.pool.release(entry)
+            raise
+        self.bias[site, slot] = bias
+        if self.reads is not None and self.writes is not None:
+            self.reads[site, slot, : affine.rank] = torch.tensor(reads, dtype=torch.int32)
+            self.writes[site, slot, : affine.rank] = torch.tensor(writes, dtype=torch.int32)
+        if self.forget is not None:
+            self.forget[site, slot] = 1.0 - affine.keep
+        if self.clamp is not None and self.bounds is not None and change.clamp is not None:
+            self.clamp[site, slot] = clamp
+            bounds = (change.clamp.low, change.clamp.high, change.clamp.strength)
+            self.bounds[site, slot] = torch.tensor(bounds, dtype=torch.float32)
+        self.normalize[site, slot] = change.normalize
+        self.rank[site, slot] = affine.rank
+        self.complex[site, slot] = affine.rank > 0 or affine.keep != 1.0 or change.clamp is not None or change.normalize
+        self._held[site, slot] = held
+
+    def clear(self, site: int, slot: int) -> None:
+        """Make a slot mean nothing at a site again, and give its rows back."""
+        for table in (self.bias, self.reads, self.writes, self.forget, self.clamp, self.bounds, self.normalize):
+            if table is not None:
+                table[site, slot] = 0
+        self.rank[site, slot] = 0
+        self.complex[site, slot] = False
+        for entry in self._held.pop((site, slot), ()):
+            self.pool.release(entry)
+
+
+class RouterTables:
+    """Tables of the MoE routers: what a slot does to the logits of each layer's E experts.
+
+    plan [sites, slots, 4] float32: mode, lambda, top-k, epsilon. raised, lowered int32: pool entries of expert masks.
+    draw [sites, slots, 2] int64: seed, layer. `active` on the host: the slot does anything there.
+    """
+
+    def __init__(self, sites: int, slots: int, pool: Pool, device: torch.device) -> None:
+        self.pool = pool
+        self.plan = torch.zeros((sites, slots, 4), dtype=torch.float32, device=device)
+        self.raised = torch.zeros((sites, slots), dtype=torch.int32, device=device)
+        self.lowered = torch.zeros((sites, slots), dtype=torch.int32, device=device)
+        self.draw = torch.zeros((sites, slots, 2), dtype=torch.int64, device=device)
+        self.active = torch.zeros((sites, slots), dtype=torch.bool, device=device)
+
+    def write(self, site: int, slot: int, key: Hashable, tables: dict[str, torch.Tensor | None]) -> None:
+        """Make a slot mean a lowered router payload at a site. Raises CapacityError where the pool is full."""
+        raised, lowered = tables["moe_raise"], tables["moe_lower"]
+        plan, draw = tables["moe_plan"], tables["moe_draw"]
+        assert raised is not None
+        assert lowered is not None
+        assert plan is not None
+        assert draw is not None
+        up = self.pool.acquire((key, "raised"), lambda: raised) if bool(raised.any()) else 0
+        try:
+            down = self.pool.acquire((key, "lowered"), lambda: lowered) if bool(lowered.any()) else 0
+        except BaseException:
+            self.pool.release(up)
+            raise
+        self.raised[site, slot], self.lowered[site, slot] = up, down
+        self.plan[site, slot], self.draw[site, slot] = plan, draw
+        self.active[site, slot] = True
+
+    def clear(self, site: int, slot: int) -> None:
+        """Make a slot mean nothing at a site again, and give its rows back."""
+        self.pool.release(int(self.raised[site, slot]))
+        self.pool.release(int(self.lowered[site, slot]))
+        for table in (self.plan, self.raised, self.lowered, self.draw, self.active):
+            table[site, slot] = 0

@@ -1,0 +1,47 @@
+"""What admission needs to know of a payload without its numbers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..schema.hooks import site_order
+from .numbers import StoredPayload
+
+
+class Outline(NamedTuple):
+    """A payload's outline.
+
+    `widths`: by (hook, layer), elements per row; empty for payloads that name no site; 0 at routers. `shapes`: of every
+    tensor, by its path. `zeros`: paths of the tensors that are all zero. `metadata`: the payload's own.
+    """
+
+    digest: str
+    kind: str
+    widths: dict[tuple[str, int], int]
+    shapes: dict[str, tuple[int, ...]]
+    zeros: frozenset[str]
+    metadata: dict[str, Any]
+
+    @property
+    def sites(self) -> tuple[tuple[str, int], ...]:
+        """(hook, layer) of every site that the payload names, in execution order."""
+        return tuple(sorted(self.widths, key=lambda site: site_order(*site)))
+
+
+def outline(stored: StoredPayload) -> Outline:
+    """The outline of a canonical payload."""
+    widths: dict[tuple[str, int], int] = {}
+    if stored.kind in ("direction", "concept_pair"):
+        for path, row in stored.numbers.items():
+            *_, hook, layer = path.split("/")
+            widths[hook, int(layer)] = row.shape[0]
+    elif stored.kind == "router":
+        widths = {("router_logits", int(layer)): 0 for layer in stored.metadata["layers"]}
+    return Outline(
+        digest=stored.digest,
+        kind=stored.kind,
+        widths=widths,
+        shapes={path: tensor.shape for path, tensor in stored.numbers.items()},
+        zeros=frozenset(path for path, tensor in stored.numbers.items() if not tensor.any()),
+        metadata=stored.metadata,
+    )

@@ -1,0 +1,146 @@
+"""Capacity: how many slots and pool rows a request needs, how many an engine has, and who waits.
+
+The scheduler counts before the worker installs. It counts at most what the worker will use: equal content is shared,
+and of a composed change the largest possible number of rows is taken.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
+
+from steergate_server.algorithms.registry import get_algorithm
+from steergate_server.runtime.plan import Plan, PlannedVector, SiteName
+from steergate_server.runtime.selection import select
+from steergate_server.schema.hooks import HOOK_COMPONENTS
+
+
+class Capacity(NamedTuple):
+    """What an engine process has: slots, and pool rows by component."""
+
+    slots: int
+    rows: dict[str, int]
+
+
+class Demand(NamedTuple):
+    """What a request needs: the slots by their content, and pool rows by (component, content) with their number."""
+
+    slots: frozenset[Hashable]
+    rows: Mapping[tuple[str, Hashable], int]
+
+    def fits(self, capacity: Capacity) -> bool:
+        """Whether an engine that holds nothing else could take it."""
+        return not shortage(len(self.slots), rows_by_component(self.rows), capacity)
+
+
+def shortage(slots: int, rows: Mapping[str, int], capacity: Capacity) -> str | None:
+    """What of an engine's capacity is exceeded, in words, or None."""
+    if slots > capacity.slots:
+        return f"{slots} steering slots are needed, this server has {capacity.slots}"
+    for component, count in rows.items():
+        available = capacity.rows.get(component, 0)
+        if count > available:
+            return f"{count} payload rows for {component} are needed, this server's pool has {available}"
+    return None
+
+
+def rows_by_component(rows: Mapping[tuple[str, Hashable], int]) -> Counter[str]:
+    """Pool rows summed by component."""
+    total: Counter[str] = Counter()
+    for (component, _), count in rows.items():
+        total[component] += count
+    return total
+
+
+def demand_of(plan: Plan, prompt: Sequence[int], max_length: int, *, in_graph: bool) -> Demand:
+    """What a plan needs for a prompt of token ids. in_graph: static vectors live in tables, not in programs."""
+    slots: set[Hashable] = set()
+    rows: dict[tuple[str, Hashable], int] = {}
+    if plan.vectors:
+        selection = select([vector.where for vector in plan.vectors], prompt, max_length)
+        for mask in selection.distinct():
+            at_sites = plan.at_sites(mask)
+            slots.add(_content(at_sites))
+            if in_graph:
+                rows |= _rows(at_sites)
+    for gate in plan.gates:
+        if gate.apply == "add":
+            content = ("direct", gate.steer_digest, gate.strength)
+            slots.add(tuple((site, content) for site in sorted(gate.steer_sites)))
+            rows |= {("hidden_states", (site, content)): 1 for site in gate.steer_sites}
+    return Demand(frozenset(slots), rows)
+
+
+def _content(at_sites: Mapping[SiteName, Sequence[PlannedVector]]) -> Hashable:
+    return tuple(sorted((site, tuple(vector.content for vector in vectors)) for site, vectors in at_sites.items()))
+
+
+def _rows(at_sites: Mapping[SiteName, Sequence[PlannedVector]]) -> dict[tuple[str, Hashable], int]:
+    return {
+        (HOOK_COMPONENTS[site[0]], (site, tuple(vector.content for vector in vectors))): _row_count(vectors)
+        for site, vectors in at_sites.items()
+    }
+
+
+def _row_count(vectors: Sequence[PlannedVector]) -> int:
+    """The most pool rows that vectors can need at one site: a bias, a pair for each rank, a clamp, a router's masks."""
+    families = [get_algorithm(vector.algorithm).graph_family for vector in vectors]
+    if families == ["moe_gate"]:
+        return 2
+    rank = sum(
+        {"projection": 1, "lowrank": vector.rank}.get(family or "", 0)
+        for family, vector in zip(families, vectors, strict=True)
+    )
+    affine = any(family in ("additive", "replace", "lowrank") for family in families) or len(vectors) > 1
+    return int(affine) + 2 * rank + families.count("clamp")
+
+
+class Ledger:
+    """What live requests have reserved of an engine's capacity. A reservation lasts until the request ends."""
+
+    def __init__(self) -> None:
+        self._reserved: dict[str, Demand] = {}
+        self._slots: Counter[Hashable] = Counter()
+        self._rows: Counter[tuple[str, Hashable]] = Counter()
+        self._row_counts: dict[tuple[str, Hashable], int] = {}
+
+    def holds(self, request_id: str) -> bool:
+        """Whether a request has a reservation."""
+        return request_id in self._reserved
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is reserved."""
+        return not self._reserved
+
+    def fits(self, demand: Demand, capacity: Capacity) -> bool:
+        """Whether a demand fits beside what is reserved."""
+        slots = len(self._slots) + sum(key not in self._slots for key in demand.slots)
+        rows = rows_by_component(self._row_counts | dict(demand.rows))
+        return shortage(slots, rows, capacity) is None
+
+    def needs_new(self, demand: Demand) -> bool:
+        """Whether a demand needs anything that is not there already."""
+        return any(key not in self._slots for key in demand.slots) or any(key not in self._rows for key in demand.rows)
+
+    def reserve(self, request_id: str, demand: Demand) -> None:
+        """Reserve a request's demand."""
+        self._reserved[request_id] = demand
+        self._slots.update(demand.slots)
+        self._rows.update(demand.rows.keys())
+        self._row_counts |= demand.rows
+
+    def release(self, request_id: str) -> None:
+        """Give a request's reservation back, if it has one."""
+        demand = self._reserved.pop(request_id, None)
+        if demand is None:
+            return
+        for key in demand.slots:
+            self._slots[key] -= 1
+            if not self._slots[key]:
+                del self._slots[key]
+        for row in demand.rows:
+            self._rows[row] -= 1
+            if not self._rows[row]:
+                del self._rows[row], self._row_counts[row]

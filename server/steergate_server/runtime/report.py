@@ -1,0 +1,115 @@
+"""The steering report of one answer, from its plan, its tokens and the scheduler's books."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from steergate_server.runtime.books import GateBook
+from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName
+from steergate_server.runtime.selection import select
+from steergate_server.schema.hooks import site_name, site_order
+from steergate_server.schema.reports import ChoiceReport, GateReport, VectorReport
+
+
+def vector_report(vector: PlannedVector, selected: int | None = None, applied: int | None = None) -> VectorReport:
+    """A static vector; the counts of rows only where they are known, for a choice."""
+    return VectorReport(
+        label=vector.label,
+        digest=vector.digest,
+        algorithm=vector.algorithm,
+        sites=[site_name(*site) for site in sorted(vector.sites, key=lambda site: site_order(*site))],
+        positions_selected=selected,
+        positions_applied=applied,
+    )
+
+
+def choice_report(
+    plan: Plan, index: int, prompt: Sequence[int], output: Sequence[int], books: Sequence[dict[str, Any]]
+) -> ChoiceReport:
+    """What was applied to one choice, whose tokens are `prompt` and `output`; books: the scheduler's, by gate."""
+    empty = GateBook().snapshot()
+    gates = [
+        _gate_report(plan, gate, books[number] if number < len(books) else empty, len(prompt), len(output))
+        for number, gate in enumerate(plan.gates)
+    ]
+    return ChoiceReport(index=index, vectors=_vector_reports(plan, prompt, output), gates=gates)
+
+
+def _vector_reports(plan: Plan, prompt: Sequence[int], output: Sequence[int]) -> list[VectorReport]:
+    vectors = plan.vectors
+    if not vectors or not prompt:
+        return [vector_report(vector, 0, 0) for vector in vectors]
+    # The last token of an answer is never an input, so it has no row.
+    tokens = np.asarray(output[:-1], dtype=np.int64)
+    selection = select([vector.where for vector in vectors], prompt, len(prompt) + len(output) + 1)
+    masks = np.concatenate((selection.prompt, selection.generated(np.arange(len(tokens)), tokens)))
+    values, counts = np.unique(masks, return_counts=True)
+    acting = {int(mask): _acting(plan, int(mask)) for mask in values}
+    reports = []
+    for number, vector in enumerate(vectors):
+        rows = [(int(mask), int(count)) for mask, count in zip(values, counts, strict=True) if int(mask) >> number & 1]
+        selected = sum(count for _, count in rows)
+        applied = sum(count for mask, count in rows if number in acting[mask])
+        reports.append(vector_report(vector, selected, applied))
+    return reports
+
+
+def _acting(plan: Plan, mask: int) -> set[int]:
+    """The vectors that act anywhere on a row that selects a set of them: `priority` can leave some out."""
+    vectors = plan.vectors
+    found = [vector for here in plan.at_sites(mask).values() for vector in here]
+    return {number for number, vector in enumerate(vectors) if any(vector is other for other in found)}
+
+
+def _gate_report(
+    plan: Plan, gate: PlannedGate, book: dict[str, Any], prompt_length: int, output_length: int
+) -> GateReport:
+    looked_at_end = gate.at != "generated" and output_length > 0
+    return GateReport(
+        label=gate.label,
+        when=gate.when,
+        scope=gate.scope,  # type: ignore[arg-type]
+        apply=gate.apply,
+        status="ran",
+        evaluated=book["evaluated"],
+        fired=book["fired"],
+        first_fired=book["first_fired"],
+        last_fired=book["last_fired"],
+        max_score=book["max_score"],
+        latched=False,
+        sites_out_of_reach=[site_name(*site) for site in sites_out_of_reach(plan, gate)],
+        first_answer_token=_first_answer_token(plan, gate, looked_at_end, book["first_fired"] == prompt_length - 1),
+    )
+
+
+def sites_out_of_reach(plan: Plan, gate: PlannedGate) -> list[SiteName]:
+    """Sites with static steering that an attenuating this_token probe gate never reaches: those before its probe."""
+    if gate.apply != "attenuate" or gate.scope != "this_token" or gate.probe_site is None:
+        return []
+    probe = site_order(*gate.probe_site)
+    sites = {site for vector in plan.vectors for site in vector.sites if site_order(*site) < probe}
+    return sorted(sites, key=lambda site: site_order(*site))
+
+
+def _first_answer_token(
+    plan: Plan, gate: PlannedGate, looked: bool, fired: bool
+) -> Literal["steered", "partly", "untouched"]:
+    """Whether the row of the first answer token, the prompt end, was steered by a gate."""
+    if gate.apply == "observe" or not looked:
+        return "untouched"
+    if gate.when == "always":
+        return "steered"
+    if gate.scope == "this_token":
+        return "partly"  # the weight is a sigmoid: neither 0 nor 1
+    if not fired or gate.scope == "next_step":
+        return "untouched"
+    # A lasting gate that fires at this very row reaches it from the probe's site on.
+    probe = gate.probe_site
+    sites = gate.steer_sites if gate.apply == "add" else {site for vector in plan.vectors for site in vector.sites}
+    reached = [probe is None or site_order(*site) >= site_order(*probe) for site in sites]
+    if all(reached):
+        return "steered"
+    return "partly" if any(reached) else "untouched"

@@ -1,0 +1,266 @@
+"""Slots on an engine process: what a set of static vectors does at each site, in tables or as prepared algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from steergate_server.algorithms.base import BaseSteerVectorAlgorithm
+from steergate_server.algorithms.registry import create_algorithm, get_algorithm
+from steergate_server.graph.affine import Lowered, NotLowerableError, compose
+from steergate_server.graph.kernels import router_change, table_change
+from steergate_server.graph.pools import Pool, Slots
+from steergate_server.graph.tables import RouterTables, SiteTables
+from steergate_server.runtime.capacity import Capacity
+from steergate_server.runtime.config import EngineConfig
+from steergate_server.runtime.payloads import PayloadCache
+from steergate_server.runtime.plan import PlannedVector, SiteName
+from steergate_server.runtime.sites import Site
+from steergate_server.schema.errors import SteeringError
+from steergate_server.schema.hooks import HOOK_COMPONENTS
+
+AtSites = Mapping[SiteName, Sequence[PlannedVector]]
+
+
+class _AlgorithmFaultError(RuntimeError):
+    """An algorithm raised, or gave back rows that are of another shape or not finite."""
+
+
+class SlotBook:
+    """All slots of an engine process, and the tables that give them their meaning at every site."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        sites: Sequence[Site],
+        payloads: PayloadCache,
+        slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.in_graph = config.graph_mode == "in_graph"
+        self.slots = Slots(slots)
+        self._sites = list(sites)
+        self._number = {(site.hook, site.layer): number for number, site in enumerate(sites)}
+        self._payloads = payloads
+        self._tables: dict[tuple[str, int], SiteTables | RouterTables] = {}
+        self._local: list[tuple[SiteTables | RouterTables, int]] = []
+        self._build_tables(config, slots, dtype, device)
+        # By site and slot: whether anything is done, whether it takes the complete row, and up to which rank.
+        self.touches = torch.zeros((len(sites), slots), dtype=torch.bool, device=device)
+        self._programs: dict[tuple[int, int], list[BaseSteerVectorAlgorithm]] = {}
+        self.faults: dict[int, str] = {}
+        """Slots whose algorithms failed since the controller last looked, with what happened."""
+
+    def _build_tables(self, config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        groups: dict[tuple[str, int], list[int]] = {}
+        for number, site in enumerate(self._sites):
+            groups.setdefault((HOOK_COMPONENTS[site.hook], site.width), []).append(number)
+        families = [family for name in config.algorithms if (family := get_algorithm(name).graph_family) is not None]
+        share = config.memory_mib * 2**20 // len(groups)
+        places: dict[int, tuple[SiteTables | RouterTables, int]] = {}
+        for (component, width), numbers in groups.items():
+            kind = torch.float32 if component == "router_logits" else dtype
+            # No more rows than every slot could want at every site: a bias, a clamp and a pair for each rank.
+            wanted = 1 + slots * len(numbers) * (2 + 2 * config.graph_max_rank)
+            pool = Pool(max(2, min(share // (width * kind.itemsize), wanted)), width, kind, device)
+            tables: SiteTables | RouterTables
+            if component == "router_logits":
+                tables = RouterTables(len(numbers), slots, pool, device)
+            else:
+                tables = SiteTables(len(numbers), slots, pool, families, config.graph_max_rank, device)
+            self._tables[component, width] = tables
+            places |= {number: (tables, local) for local, number in enumerate(numbers)}
+        self._local = [places[number] for number in range(len(self._sites))]
+
+    # Slots ------------------------------------------------------------------------------------------------------
+
+    def acquire(self, at_sites: AtSites, *, in_tables: bool = False) -> int:
+        """The slot that does this at these sites. Counts one holder.
+
+        in_tables: keep it in the tables whatever the graph mode; gates' vectors are added from there. Raises
+        CapacityError, OverflowError, SteeringError (`not_lowerable`); nothing is held then.
+        """
+        content = tuple(
+            sorted((self._number[site], tuple(v.content for v in found)) for site, found in at_sites.items())
+        )
+        in_tables = in_tables or self.in_graph
+        return self.slots.acquire((in_tables, content), lambda slot: self._build(slot, content, at_sites, in_tables))
+
+    def release(self, slot: int) -> None:
+        """Give one hold of a slot back."""
+        if slot:
+            self.slots.release(slot, self._clear)
+
+    def _build(self, slot: int, content: tuple[tuple[int, Hashable], ...], at_sites: AtSites, in_tables: bool) -> None:
+        try:
+            for key, site in zip(content, sorted(at_sites, key=self._number.__getitem__), strict=True):
+                self._install(slot, key, site, at_sites[site], in_tables)
+                self.touches[key[0], slot] = True
+        except BaseException:
+            self._clear(slot)
+            raise
+
+    def _install(
+        self,
+        slot: int,
+        key: tuple[int, Hashable],
+        site: SiteName,
+        vectors: Sequence[PlannedVector],
+        in_tables: bool,
+    ) -> None:
+        number = key[0]
+        width = self._sites[number].width
+        payloads = [self._payloads.layer(vector, site, width) for vector in vectors]
+        if not in_tables:
+            self._programs[number, slot] = [
+                _prepared(vector, payload) for vector, payload in zip(vectors, payloads, strict=True)
+            ]
+            return
+        tables, local = self._local[number]
+        lowered = [
+            get_algorithm(vector.algorithm).graph_lower(payload, vector.scale)
+            for vector, payload in zip(vectors, payloads, strict=True)
+        ]
+        if isinstance(tables, RouterTables):
+            if len(lowered) > 1:
+                raise SteeringError("not_lowerable", "two router vectors at the same site have no closed form")
+            tables.write(local, slot, key, lowered[0])
+            return
+        families = [get_algorithm(vector.algorithm).graph_family or "" for vector in vectors]
+        parts = [
+            Lowered(family, table, vector.normalize)
+            for family, table, vector in zip(families, lowered, vectors, strict=True)
+        ]
+        try:
+            change = compose(parts, width)
+        except NotLowerableError as error:
+            raise SteeringError("not_lowerable", str(error)) from None
+        tables.write(local, slot, key, change)
+
+    def _clear(self, slot: int) -> None:
+        for number in range(len(self._sites)):
+            if bool(self.touches[number, slot]):
+                self.touches[number, slot] = False
+                tables, local = self._local[number]
+                tables.clear(local, slot)
+                self._programs.pop((number, slot), None)
+
+    # What a slot is at a site -----------------------------------------------------------------------------------
+
+    def sites_of(self, slot: int) -> NDArray[np.bool_]:
+        """By site: whether the slot does anything there."""
+        column: NDArray[np.bool_] = self.touches[:, slot].cpu().numpy().copy()
+        return column
+
+    def needs_value(self, slot: int) -> NDArray[np.bool_]:
+        """By site: whether the slot's change there depends on the row."""
+        return np.array(
+            [
+                (number, slot) in self._programs
+                or isinstance(tables, RouterTables)
+                or bool(tables.complex[local, slot])
+                for number, (tables, local) in enumerate(self._local)
+            ]
+        )
+
+    def ranks(self, slot: int) -> NDArray[np.int64]:
+        """By site: the rank of the slot's change."""
+        return np.array(
+            [int(tables.rank[local, slot]) if isinstance(tables, SiteTables) else 0 for tables, local in self._local]
+        )
+
+    def vector_rows(self, site: int, slots: torch.Tensor) -> torch.Tensor:
+        """The additive rows [n, width] float32 of slots [n] that are no more than a bias at a site: gates' vectors."""
+        tables, local = self._local[site]
+        assert isinstance(tables, SiteTables)
+        return tables.pool.rows[tables.bias[local][slots].long()].float()
+
+    def change(
+        self, site: int, slots: torch.Tensor, value: torch.Tensor | None, positions: torch.Tensor, rank: int
+    ) -> torch.Tensor:
+        """T(x) - x [n, width] float32 of slots [n] at a site.
+
+        value: complete rows [n, width] float32; None where every slot is no more than a bias there. positions [n]:
+        absolute. Where an algorithm fails, its slot's rows are left as they are and the slot is noted in `faults`.
+        """
+        tables, local = self._local[site]
+        if not self.in_graph:
+            assert value is not None
+            return self._run_programs(site, slots, value, positions)
+        if isinstance(tables, RouterTables):
+            assert value is not None
+            return _on_active(value, tables.active[local][slots], slots, positions, local, tables)
+        return table_change(value, slots, local, tables, rank)
+
+    def _run_programs(
+        self, site: int, slots: torch.Tensor, value: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        change = torch.zeros_like(value)
+        for slot in set(slots.tolist()):
+            program = self._programs.get((site, slot))
+            if program is not None:
+                rows = (slots == slot).nonzero(as_tuple=True)[0]
+                try:
+                    change[rows] = _run(program, value[rows], positions[rows]) - value[rows]
+                except _AlgorithmFaultError as fault:
+                    self.faults[slot] = str(fault)
+        return change
+
+    @property
+    def capacity(self) -> Capacity:
+        """Slots and pool rows that requests can hold."""
+        rows = {component: tables.pool.capacity for (component, _), tables in self._tables.items()}
+        return Capacity(self.slots.count - 1, rows)
+
+    @property
+    def pool_used(self) -> int:
+        """Bytes of the pools that are in use."""
+        return sum(tables.pool.used * tables.pool.row_bytes for tables in self._tables.values())
+
+    @property
+    def pool_capacity(self) -> int:
+        """Bytes of the pools."""
+        return sum(tables.pool.capacity * tables.pool.row_bytes for tables in self._tables.values())
+
+
+def _prepared(vector: PlannedVector, payload: Any) -> BaseSteerVectorAlgorithm:
+    algorithm = create_algorithm(vector.algorithm, normalize=vector.normalize)
+    algorithm.set_payload(payload, vector.scale)
+    return algorithm
+
+
+def _run(program: Sequence[BaseSteerVectorAlgorithm], value: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Run prepared algorithms in order over complete rows [n, width] float32."""
+    for algorithm in program:
+        name = type(algorithm).__name__
+        params = {**algorithm.payload, "positions": positions} if algorithm.needs_positions else algorithm.payload
+        try:
+            result = algorithm._transform(value, params)
+        except Exception as error:
+            raise _AlgorithmFaultError(f"{name} raised {type(error).__name__}") from error
+        if not isinstance(result, torch.Tensor) or result.shape != value.shape:
+            raise _AlgorithmFaultError(f"{name} gave back another shape than it got")
+        if not bool(torch.isfinite(result).all()):
+            raise _AlgorithmFaultError(f"{name} gave back numbers that are not finite")
+        value = result.float()
+    return value
+
+
+def _on_active(
+    value: torch.Tensor,
+    active: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    site: int,
+    tables: RouterTables,
+) -> torch.Tensor:
+    """The change of a router's rows; rows whose slot is not active there have none."""
+    rows = active.nonzero(as_tuple=True)[0]
+    change = torch.zeros_like(value)
+    change[rows] = router_change(value[rows], slots[rows], site, tables, positions[rows])
+    return change
