@@ -10,12 +10,12 @@ import argparse
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from steergate.vectors import VectorSet
-
 from steergate import Steering, SteeringClient, When, Where
+from steergate.vectors import VectorSet
 from steergate_server.demo.server import demo_server
 
 HERE = Path(__file__).parent
@@ -48,18 +48,21 @@ def main() -> None:
 
 def register(client: SteeringClient, facts: dict[str, Any]) -> None:
     """Register the two vectors under the names that the plans use."""
-    for name, kind in (("positive", "steer"), (facts["probe"]["name"], "probe")):
-        client.vectors.register(name, VectorSet.load(HERE / "vectors" / f"{name}.safetensors"), kind=kind)
+    steer, probe = facts["steer"], facts["probe"]
+    client.vectors.register(steer["name"], VectorSet.load(HERE / "vectors" / steer["file"]), kind="steer")
+    client.vectors.register(probe["name"], VectorSet.load(HERE / "vectors" / probe["file"]), kind="probe")
 
 
 def plans(facts: dict[str, Any]) -> dict[str, Steering | None]:
     """The three variants: no steering; a vector on every answer row; the same vector once a probe fires."""
-    scale, probe = facts["steer"]["scale"], facts["probe"]
+    name, scale, probe = facts["steer"]["name"], facts["steer"]["scale"], facts["probe"]
     topic = When.probe(probe["name"], threshold=probe["threshold"], at="generated")
     return {
         "plain": None,
-        "steered": Steering().vector("positive", scale=scale, where=Where.answer()),
-        "gated": Steering().gate(topic.scope("rest_of_request").add("positive", strength=scale)).report("summary"),
+        "steered": Steering().vector(name, scale=scale, where=Where.answer()),
+        "gated": Steering()
+        .gate(topic.scope("rest_of_request").add(name, strength=scale))
+        .report("summary"),
     }
 
 
@@ -73,7 +76,7 @@ def run(client: SteeringClient, facts: dict[str, Any], prompts: list[str]) -> di
     variants = {}
     with ThreadPoolExecutor(16) as pool:
         for name, plan in plans(facts).items():
-            replies = list(pool.map(lambda prompt, plan=plan: ask(prompt, plan), prompts))  # type: ignore[misc]
+            replies = list(pool.map(partial(ask, plan=plan), prompts))
             variants[name] = Answers([reply.text for reply in replies], [reply.steering_report for reply in replies])
     return variants
 
@@ -103,8 +106,8 @@ def summary(answers: Answers, prompts: list[dict[str, str]]) -> dict[str, Any]:
 
 def gate_totals(reports: list[Any]) -> dict[str, Any] | None:
     """How often the gate looked and fired over all requests, and in each; None without gates."""
-    gates = [report.choices[0].gates[0] if report is not None else None for report in reports]
-    if not any(gates):
+    gates: list[Any] = [report.choices[0].gates[0] for report in reports if report is not None]
+    if not gates:
         return None
     return {
         "requests": len(gates),

@@ -314,9 +314,10 @@ def _show(value: Any) -> str:
 
 
 def _listed(words: list[str]) -> str:
-    return ", ".join(f"`{word}`" for word in words)
+    # Sorted, so that the server's structs and a client's generated ones say the same.
+    return ", ".join(f"`{word}`" for word in sorted(words))
 
 
 def _nearest(given: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(cut(given), known, n=1)
+    close = difflib.get_close_matches(cut(given), sorted(known), n=1)
     return f" Did you mean `{close[0]}`?" if close else ""
