@@ -1,6 +1,6 @@
 # SteerGate: every command a developer or a new user needs. Each sets up what it needs by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint lock clean
+.PHONY: help setup demo test lint contracts docs lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ LOCKS := requirements/server.txt requirements/dev.txt
 STAMP := $(VENV)/.steergate-$(shell cat $(LOCKS) pyproject.toml sdk/python/pyproject.toml | sha256sum | cut -c1-16)
 
 help:
-	@echo "make setup | demo [ARGS=--json] | test | lint | lock"
+	@echo "make setup | demo [ARGS=--json] | test [ARGS=...] | lint | contracts | docs | lock"
 
 setup: $(STAMP)
 
@@ -28,8 +28,15 @@ $(STAMP):
 demo: setup
 	@$(BIN)/python -m steergate_server.demo $(ARGS)
 
-test: setup lint
+test: setup lint docs
+	$(BIN)/python tools/export_client_contracts.py --check
 	$(BIN)/python -m pytest $(ARGS)
+
+contracts: setup
+	$(BIN)/python tools/export_client_contracts.py
+
+docs: setup
+	$(BIN)/mkdocs build --strict --quiet
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import FastAPI
 from vllm import envs
 
+from steergate_server.algorithms.extensions import load_extensions
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.admission import Admission
@@ -33,6 +34,7 @@ class SteerGateEndpoint:
 
     def __init__(self) -> None:
         check_vllm()
+        load_extensions()
         self._state = MiddlewareState(load_front_config(), CONTRACT_VERSION)
 
     def attach_router(self, app: FastAPI) -> None:

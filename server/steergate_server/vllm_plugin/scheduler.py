@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
+from steergate_server.algorithms.extensions import load_extensions
 from steergate_server.runtime.books import RequestBook
 from steergate_server.runtime.capacity import Capacity, Demand, Ledger, demand_of
 from steergate_server.runtime.config import engine_config
@@ -50,6 +51,7 @@ class SteeringSchedulerMixin:
         self._steered: dict[str, _Steered] = {}
         self._steering_failures: dict[str, Failure] = {}
         self._steering_epoch = 0
+        load_extensions()
         config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self._steering_in_graph = config is not None and config.graph_mode == "in_graph"
         self._ledger = Ledger()

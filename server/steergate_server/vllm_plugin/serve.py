@@ -255,9 +255,10 @@ def _plugins() -> list[str]:
 
 
 def _algorithms() -> tuple[str, ...]:
-    from steergate_server import algorithms  # noqa: F401 - importing registers them
+    from steergate_server.algorithms.extensions import load_extensions
     from steergate_server.algorithms.registry import registered_algorithms
 
+    load_extensions()
     return registered_algorithms()
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from vllm.platforms import current_platform
 
+from steergate_server.algorithms.extensions import load_extensions
 from steergate_server.vllm_plugin.compat import check_config, check_vllm
 from steergate_server.vllm_plugin.runner import SteeringRunnerMixin
 
@@ -23,6 +24,7 @@ class SteeringWorker(_Worker):
         super().init_device()
         check_vllm()
         check_config(self.vllm_config)
+        load_extensions()
         runner = self.model_runner
         runner.__class__ = type(
             f"Steering{type(runner).__name__}", (SteeringRunnerMixin, type(runner)), {"__module__": __name__}
