@@ -46,6 +46,14 @@ class BaseSteerVectorAlgorithm(ABC):
         else:
             self.payload = payload
 
+    def _finish(self, original: torch.Tensor, changed: torch.Tensor) -> torch.Tensor:
+        """Changed rows `[num_positions, width]` float32 as the dtype of `original`, rescaled to its norms if asked.
+
+        Rescaled before the cast: a row may leave the dtype's range that its old norm brings back.
+        """
+        rows = self._renormalize(original, changed) if self.normalize else changed
+        return rows.to(original.dtype)
+
     @staticmethod
     def _renormalize(original: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
         """Rescale rows `[num_positions, width]` of `transformed` to the norms of the rows of `original`.

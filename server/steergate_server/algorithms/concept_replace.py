@@ -20,20 +20,22 @@ class ConceptReplaceAlgorithm(BaseSteerVectorAlgorithm):
         """Rows `[num_positions, width]`, computed in float32."""
         rows = hidden_state.float()
         read, write = _pair(params)
-        changed = (rows + params["scale_factor"] * (rows @ read).unsqueeze(-1) * write).to(hidden_state.dtype)
-        return self._renormalize(hidden_state, changed) if self.normalize else changed
+        return self._finish(hidden_state, rows + params["scale_factor"] * (rows @ read).unsqueeze(-1) * write)
 
     @staticmethod
     def graph_lower(payload: dict[str, Any], scale: float) -> dict[str, torch.Tensor | None]:
-        """x + (x.p) q with p = h1 / (h1.h1) and q = s (h2 - h1), both `[width]`."""
+        """x + (x.p) q with p = h1 / |h1| and q = s (h2 - h1) / |h1|, both `[width]`."""
         read, write = _pair(payload)
         return {"projection_in": read, "projection_out": scale * write}
 
 
 def _pair(payload: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """h1 / (h1.h1) and h2 - h1, float32 `[width]`. Raises ValueError for an h1 of zeros."""
+    """h1 / |h1| and (h2 - h1) / |h1|, float32 `[width]`. Raises ValueError for an h1 of zeros.
+
+    Shared out evenly: h1 / (h1.h1) would leave float32's range for a short h1, and float16's for a long one.
+    """
     h1, h2 = payload["h1"].double(), payload["h2"].double()
-    square = h1 @ h1
-    if not bool(square > 0):
+    norm = h1.norm()
+    if not bool(norm > 0):
         raise ValueError("h1 is zero: there is no concept to take out")
-    return (h1 / square).float(), (h2 - h1).float()
+    return (h1 / norm).float(), ((h2 - h1) / norm).float()

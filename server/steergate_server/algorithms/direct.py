@@ -16,8 +16,7 @@ class DirectAlgorithm(BaseSteerVectorAlgorithm):
 
     def _transform(self, hidden_state: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Rows `[num_positions, width]` plus the scaled direction `[width]`, added in float32."""
-        moved = (hidden_state.float() + params.float()).to(hidden_state.dtype)
-        return self._renormalize(hidden_state, moved) if self.normalize else moved
+        return self._finish(hidden_state, hidden_state.float() + params.float())
 
     @staticmethod
     def graph_lower(payload: torch.Tensor, scale: float) -> dict[str, torch.Tensor | None]:

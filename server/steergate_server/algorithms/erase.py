@@ -21,8 +21,7 @@ class EraseAlgorithm(BaseSteerVectorAlgorithm):
     def _transform(self, hidden_state: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
         """Rows `[num_positions, width]`, computed in float32."""
         rows, u = hidden_state.float(), unit(params["direction"])
-        changed = (rows - params["scale_factor"] * (rows @ u).unsqueeze(-1) * u).to(hidden_state.dtype)
-        return self._renormalize(hidden_state, changed) if self.normalize else changed
+        return self._finish(hidden_state, rows - params["scale_factor"] * (rows @ u).unsqueeze(-1) * u)
 
     @staticmethod
     def graph_lower(payload: dict[str, Any], scale: float) -> dict[str, torch.Tensor | None]:

@@ -16,8 +16,7 @@ class ReplaceAlgorithm(BaseSteerVectorAlgorithm):
 
     def _transform(self, hidden_state: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
         """Rows `[num_positions, width]`, each the scaled direction."""
-        changed = params.to(hidden_state.dtype).expand_as(hidden_state).clone()
-        return self._renormalize(hidden_state, changed) if self.normalize else changed
+        return self._finish(hidden_state, params.float().expand_as(hidden_state).clone())
 
     @staticmethod
     def graph_lower(payload: torch.Tensor, scale: float) -> dict[str, torch.Tensor | None]:

@@ -408,6 +408,7 @@ class Controller:
     def abandon_step(self) -> list[str]:
         """Give a step up after a fault of ours: no row is steered; returns the steered requests that were in it."""
         requests = [request_id for request_id in self._geometry.request_ids if request_id in self._live]
+        self.book.faults.clear()
         self._end_step()
         self.lanes.clear(0, self.lanes.slot.shape[0])
         return requests

@@ -13,7 +13,7 @@ def lowering_problem(vectors: Sequence[PlannedVector], max_rank: int) -> str | N
 
     It follows `graph.affine.compose`, which does the work, from the payloads' kinds and ranks.
     """
-    rank = 0
+    rank, constant = 0, False
     for place, vector in enumerate(vectors):
         algorithm = get_algorithm(vector.algorithm)
         family = algorithm.graph_family
@@ -29,7 +29,11 @@ def lowering_problem(vectors: Sequence[PlannedVector], max_rank: int) -> str | N
             return "two router vectors at the same site have no closed form"
         if vector.normalize and len(vectors) > 1:
             return "'normalize' beside another vector at the same site has no closed form"
-        rank = 0 if family == "replace" else rank + {"projection": 1, "lowrank": vector.rank}.get(family, 0)
+        if family == "replace":
+            # What follows maps one and the same row, and takes no rank.
+            rank, constant = 0, True
+        elif not constant:
+            rank += {"projection": 1, "lowrank": vector.rank}.get(family, 0)
     if rank > max_rank:
         return f"the low-rank maps at one site have rank {rank} together, the limit is {max_rank}"
     return None

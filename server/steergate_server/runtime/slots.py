@@ -122,6 +122,9 @@ class SlotBook:
             ]
             return
         tables, local = self._local[number]
+        for vector in vectors:
+            if get_algorithm(vector.algorithm).graph_family is None:
+                raise SteeringError("not_lowerable", f"algorithm `{vector.algorithm}` does not lower into the graph")
         lowered = [
             get_algorithm(vector.algorithm).graph_lower(payload, vector.scale)
             for vector, payload in zip(vectors, payloads, strict=True)
@@ -149,6 +152,8 @@ class SlotBook:
                 tables, local = self._local[number]
                 tables.clear(local, slot)
                 self._programs.pop((number, slot), None)
+        # The slot's next holder is not to blame.
+        self.faults.pop(slot, None)
 
     # What a slot is at a site -----------------------------------------------------------------------------------
 
@@ -190,7 +195,8 @@ class SlotBook:
         """
         tables, local = self._local[site]
         if not self.in_graph:
-            assert value is not None
+            if value is None:  # only gates' vectors act here
+                return torch.zeros((len(slots), self._sites[site].width), device=slots.device)
             return self._run_programs(site, slots, value, positions)
         if isinstance(tables, RouterTables):
             assert value is not None
@@ -262,5 +268,7 @@ def _on_active(
     """The change of a router's rows; rows whose slot is not active there have none."""
     rows = active.nonzero(as_tuple=True)[0]
     change = torch.zeros_like(value)
+    if not len(rows):
+        return change
     change[rows] = router_change(value[rows], slots[rows], site, tables, positions[rows])
     return change

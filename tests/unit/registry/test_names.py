@@ -48,7 +48,7 @@ def test_registering(names, spool):
     assert datetime.datetime.fromisoformat(info.created).utcoffset() == datetime.timedelta(0)
     entry = names.find("calm", "steer")
     assert (entry.digest, entry.payload_kind) == (digest, "direction")
-    assert entry.sites == (("post_block", 1, 2), ("post_block", 3, 2))
+    assert entry.outline.widths == {("post_block", 1): 2, ("post_block", 3): 2}
     assert names.find("calm", "probe") is None
 
 
