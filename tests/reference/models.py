@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3MoeConfig,
+)
 
 HEAD_DIM = 32
 """Not hidden / heads: the smallest size that vLLM's CPU attention takes, and `attn_heads` gets a width of its own."""
@@ -85,10 +94,41 @@ def load_hf(path: str | Path) -> LlamaForCausalLM:
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
-def _random_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
+def tiny_moe(path: str | Path, kind: str, *, seed: int = 0, vocab: int = 256) -> Path:
+    """Build a random float32 mixture of experts (`mixtral` or `qwen3_moe`) under `path`, unless something lies there.
+
+    Two layers of eight experts, two of them chosen for each token.
+    """
+    path = Path(path)
+    if path.exists():
+        return path
+    common = {
+        "vocab_size": vocab,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": HEAD_DIM,
+        "max_position_embeddings": 2048,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+    if kind == "mixtral":
+        config = MixtralConfig(**common, intermediate_size=128, num_local_experts=8)
+    else:
+        config = Qwen3MoeConfig(
+            **common, intermediate_size=128, moe_intermediate_size=128, num_experts=8, norm_topk_prob=True
+        )
+    _random_model(config, seed).save_pretrained(path, safe_serialization=True)
+    _word_tokenizer(vocab, 2048).save_pretrained(path)
+    return path
+
+
+def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     generator = torch.Generator().manual_seed(seed)
     with torch.random.fork_rng(devices=[]):
-        model = LlamaForCausalLM(config).to(torch.float32)
+        model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             if name.endswith("norm.weight"):

@@ -145,6 +145,14 @@ class SteeredEngine(StockEngine):
         # As the front does: a plan that holds nothing is not sent.
         return encode_plan(admitted.plan) if admitted.plan.groups or admitted.plan.gates else None
 
+    def check_prompt(self, steering: Any, prompt: Sequence[int]) -> None:
+        """Admit a wire request with its prompt, as the front does, and let it go. Raises SteeringError."""
+        request = decode_steering(encode(steering))
+        assert request
+        admitted = self.admission.admit(request, as_list=isinstance(steering, list))
+        self.admission.release(admitted.digests)
+        self.admission.admit_prompt(admitted, prompt, SMALL["max_model_len"])
+
     def steer(
         self, prompts: Sequence[Sequence[int]], requests: Sequence[Any], max_tokens: int | Sequence[int] = 16
     ) -> list[Answer]:

@@ -33,12 +33,16 @@ Failure = dict[str, Any]
 class _Steered:
     """What the scheduler keeps of one steered request."""
 
-    __slots__ = ("book", "client_index", "demand", "plan", "request")
+    __slots__ = ("book", "client_index", "demand", "first_block", "identity", "plain", "plan", "request", "started")
 
-    def __init__(self, request: Request, plan: Plan, demand: Demand) -> None:
+    def __init__(self, request: Request, plan: Plan, demand: Demand, first_block: int | None) -> None:
         self.request = request
         self.plan = plan
         self.demand = demand
+        self.first_block = first_block
+        self.plain = request._block_hasher
+        self.identity = b""
+        self.started: int | None = None
         self.client_index = request.client_index
         self.book = RequestBook(plan) if plan.report != "none" else None
 
@@ -51,6 +55,7 @@ class SteeringSchedulerMixin:
         self._steered: dict[str, _Steered] = {}
         self._steering_failures: dict[str, Failure] = {}
         self._steering_epoch = 0
+        self._steering_step = 0
         load_extensions()
         config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         self._steering_in_graph = config is not None and config.graph_mode == "in_graph"
@@ -78,14 +83,20 @@ class SteeringSchedulerMixin:
     def _admit(self, request: Request, plan: Plan) -> None:
         prompt, longest = request.prompt_token_ids or (), self.max_model_len  # type: ignore[attr-defined]
         demand = demand_of(plan, prompt, longest, in_graph=self._steering_in_graph)
-        self._steered[request.request_id] = _Steered(request, plan, demand)
-        identity = cache_identity(plan, request.num_prompt_tokens, epoch=self._steering_epoch)
         row = first_changed_row(plan, prompt, longest)
-        if row is not None:
-            _mix_identity(request, row // self.hash_block_size, identity)  # type: ignore[attr-defined]
+        first_block = None if row is None else row // self.hash_block_size  # type: ignore[attr-defined]
+        steered = _Steered(request, plan, demand, first_block)
+        self._steered[request.request_id] = steered
+        self._identify(steered)
+
+    def _identify(self, steered: _Steered) -> None:
+        """Key a request's blocks by what its plan does, in the present epoch."""
+        steered.identity = cache_identity(steered.plan, steered.request.num_prompt_tokens, epoch=self._steering_epoch)
+        if steered.first_block is not None:
+            _mix_identity(steered.request, steered.plain, steered.first_block, steered.identity)
 
     def _isolate(self, request: Request) -> None:
-        _mix_identity(request, 0, request.request_id.encode())
+        _mix_identity(request, request._block_hasher, 0, request.request_id.encode())
 
     # A step -----------------------------------------------------------------------------------------------------
 
@@ -93,6 +104,10 @@ class SteeringSchedulerMixin:
         """vLLM's own schedule; a gated request that it preempted has lost its gates' state and will be ended."""
         self._tentative, self._holding_back = [], False
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        self._steering_step += 1
+        for new in output.scheduled_new_reqs:
+            if new.req_id in self._steered:
+                self._steered[new.req_id].started = self._steering_step
         for request_id in self._tentative:
             # Asked for, but not started: for lack of KV cache, say.
             if request_id not in output.num_scheduled_tokens:
@@ -189,9 +204,8 @@ class SteeringSchedulerMixin:
         """End every failed request with its own error, whatever the step produced for it."""
         if not self._steering_failures:
             return
+        self._quarantine()
         failures, self._steering_failures = self._steering_failures, {}
-        # Blocks of a failed request may hold KV that its plan did not make: no later request may find them.
-        self._steering_epoch += 1
         for batch in outputs.values():
             batch.outputs = [output for output in batch.outputs if output.request_id not in failures]
         clients = {request_id: self._client_of(request_id) for request_id in failures}
@@ -208,6 +222,21 @@ class SteeringSchedulerMixin:
                     kv_transfer_params={PLAN_KEY: {"error": failure}},
                 )
             )
+
+    def _quarantine(self) -> None:
+        """See to it that nobody reads the blocks of failed requests: they may hold KV that their plans did not make.
+
+        Later requests are keyed anew, and so are those that wait. One that has the same key and started no earlier may
+        have read them already, so it fails, too.
+        """
+        failed = [self._steered[request_id] for request_id in self._steering_failures if request_id in self._steered]
+        since = {steered.identity: steered.started or 0 for steered in failed}
+        self._steering_epoch += 1
+        for request_id, steered in self._steered.items():
+            if steered.started is None:
+                self._identify(steered)
+            elif steered.started >= since.get(steered.identity, self._steering_step + 1):
+                self._steering_failures.setdefault(request_id, next(iter(self._steering_failures.values())))
 
     def _client_of(self, request_id: str) -> int | None:
         steered = self._steered.get(request_id)
@@ -232,9 +261,11 @@ class SteeringSchedulerMixin:
                 self._ledger.release(request_id)
 
 
-def _mix_identity(request: Request, first_block: int, identity: bytes) -> None:
-    """Key a request's blocks from `first_block` on by an identity: those hashed already, and those to come."""
-    plain = request._block_hasher
+def _mix_identity(request: Request, plain: Any, first_block: int, identity: bytes) -> None:
+    """Key a request's blocks from `first_block` on by an identity: those hashed already, and those to come.
+
+    plain: vLLM's own hasher, which keys the blocks before.
+    """
     if plain is None:  # prefix caching is off
         return
 

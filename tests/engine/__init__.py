@@ -1,0 +1,1 @@
+"""Real engines against the reference interpreter, and against stock vLLM."""
