@@ -8,7 +8,7 @@ PYTHON ?= python3
 # PyTorch's CPU wheels are not on every package index. Where pip cannot find torch's +cpu build, name an
 # index or a folder that has it:  make setup TORCH_INDEX=<url>   or   PIP_FIND_LINKS=<folder> make setup
 TORCH_INDEX ?=
-LOCKS := requirements/server.txt requirements/dev.txt
+LOCKS := requirements/server.txt requirements/dev.txt requirements/sdk.txt
 STAMP := $(VENV)/.steergate-$(shell cat $(LOCKS) pyproject.toml sdk/python/pyproject.toml | sha256sum | cut -c1-16)
 
 help:
@@ -22,6 +22,7 @@ $(STAMP):
 	$(BIN)/pip install --quiet --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$$(grep '^torch==' requirements/server.txt)"
 	$(BIN)/pip install --quiet --no-deps -r requirements/server.txt -r requirements/dev.txt
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation -e . -e sdk/python
+	$(BIN)/pip download --quiet --no-deps --dest $(VENV)/wheels -r requirements/sdk.txt
 	rm -f $(VENV)/.steergate-*
 	touch $@
 
@@ -47,6 +48,7 @@ lint: setup
 lock:
 	uv pip compile --quiet --python-version 3.11 --no-annotate --no-header --override requirements/overrides.txt requirements/server.in -o requirements/server.txt
 	uv pip compile --quiet --python-version 3.11 --no-annotate --no-header --override requirements/overrides.txt requirements/dev.in -o requirements/dev.txt
+	uv pip compile --quiet --python-version 3.11 --no-annotate --no-header requirements/sdk.in -o requirements/sdk.txt
 
 clean:
 	rm -rf $(VENV)

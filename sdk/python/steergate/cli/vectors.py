@@ -54,8 +54,9 @@ def register(
     wanted = layer_list(layers)
     with connect(base_url, api_key_file, steering_api_key_file) as client:
         found = _load(client, file, hook, wanted, convention)
-        for origin in found.mapping:
-            note(str(origin))
+        if output != "json":  # under -o json, stderr holds one object or nothing
+            for origin in found.mapping:
+                note(str(origin))
         _print_registered(_register(client, name, found.scaled(scale), kind, replace, if_absent), output)
 
 
