@@ -37,7 +37,7 @@ contracts: setup
 	$(BIN)/python tools/export_client_contracts.py
 
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: setup
 	$(BIN)/ruff check .

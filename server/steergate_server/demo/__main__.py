@@ -60,9 +60,7 @@ def plans(facts: dict[str, Any]) -> dict[str, Steering | None]:
     return {
         "plain": None,
         "steered": Steering().vector(name, scale=scale, where=Where.answer()),
-        "gated": Steering()
-        .gate(topic.scope("rest_of_request").add(name, strength=scale))
-        .report("summary"),
+        "gated": Steering().gate(topic.scope("rest_of_request").add(name, strength=scale)).report("summary"),
     }
 
 

@@ -180,7 +180,15 @@ class Admission:
         _refuse_zeros(source, sites, spec, path, where)
         if source.outline.kind == "router":
             self._check_experts(sites, spec, source, path, where)
-        return replace(planned, digest=source.outline.digest, sites=sites, rank=_rank(source, spec.algorithm))
+        rank = _rank(source, spec.algorithm)
+        limit = self.config.graph_max_rank
+        if self.config.graph_mode == "in_graph" and rank > limit:
+            raise SteeringError(
+                "rank_too_large",
+                f"the payload has rank {rank}, this server's limit is {limit}",
+                where((*path, "steer")),
+            )
+        return replace(planned, digest=source.outline.digest, sites=sites, rank=rank)
 
     def _capability(self, name: str, path: Path, where: ParamWriter) -> AlgorithmCapabilities:
         if name not in ALGORITHM_CAPABILITIES:

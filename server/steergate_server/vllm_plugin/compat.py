@@ -57,6 +57,8 @@ def check_config(config: VllmConfig) -> None:
     """Raise IncompatibleVllmError for configurations whose rows are cut or reordered inside the forward."""
     parallel = config.parallel_config
     refused = {
+        # Its methods are others: the runner mixin would never be called, and every request would run unsteered.
+        "the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1)": config.use_v2_model_runner,
         "dual-batch overlap (--enable-dbo, --ubatch-size)": parallel.enable_dbo or parallel.ubatch_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "sequence-parallel passes": bool(getattr(config.compilation_config.pass_config, "enable_sp", False)),

@@ -154,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     spool = tempfile.mkdtemp(prefix="steergate-")
     os.environ[SPOOL_ENVIRONMENT] = spool
     os.environ["VLLM_PLUGINS"] = ",".join(_plugins())
+    # vLLM prefers its V2 runner on CUDA, which steering does not reach yet.
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     try:
         _hand_over(rest)
     finally:
@@ -269,8 +271,8 @@ def _graph_mode(asked: str, algorithms: tuple[str, ...]) -> tuple[Any, str | Non
 
 
 def _known(parser: argparse.ArgumentParser, flag: str, given: tuple[str, ...], known: Sequence[str]) -> tuple[str, ...]:
-    """The words given to a flag, each of which must be known; `all` stands for all of them where that makes sense."""
-    if given == ("all",):
+    """The words given to a flag, each of which must be known; `all` stands for all algorithms."""
+    if given == ("all",) and flag == "--steer-algorithms":
         return tuple(known)
     for word in given:
         if word not in known:
