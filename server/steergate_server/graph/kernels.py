@@ -40,7 +40,7 @@ def score_gates(
     # Compared in float64: the threshold keeps the value that the client wrote.
     margin = score.double() - gates.threshold[owner, gate]
     margin = torch.where((mode & BELOW) != 0, -margin, margin).nan_to_num(nan=-float("inf"))
-    fired = margin > 0
+    fired = (margin > 0) | lanes.forced[row, gate]
     argument = gates.sharpness[owner, gate] * margin.clamp(-_FLOAT_MAX, _FLOAT_MAX).float()
     weight = lanes.weight[row, gate + 1]
     weight = torch.where((mode & SOFT) != 0, torch.sigmoid(argument), weight)

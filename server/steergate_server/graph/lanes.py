@@ -19,7 +19,8 @@ class Lanes:
     `slot` [rows, 1 + gates] int32, `weight` [rows, 1 + gates] float32: what to add and how much of it. `request`
     [rows] int32: our own number of the row's request, 0 for none. `position` [rows] int64: absolute. `look` [rows,
     gates] bool: the gate looks at the row. `score` [rows, gates] float32, NaN where not looked; `fired` [rows, gates]
-    bool.
+    bool. `forced` [rows, gates] bool: the gate fired here before the request was preempted, so it fires whatever its
+    score is now.
     """
 
     def __init__(self, rows: int, gates: int, device: torch.device) -> None:
@@ -30,10 +31,11 @@ class Lanes:
         self.look = torch.zeros((rows, gates), dtype=torch.bool, device=device)
         self.score = torch.full((rows, gates), float("nan"), dtype=torch.float32, device=device)
         self.fired = torch.zeros((rows, gates), dtype=torch.bool, device=device)
+        self.forced = torch.zeros((rows, gates), dtype=torch.bool, device=device)
 
     def clear(self, start: int, stop: int) -> None:
         """Zero rows `start` to `stop`: no request, no slot, no weight, nothing looked at."""
-        for tensor in (self.slot, self.weight, self.request, self.look, self.fired):
+        for tensor in (self.slot, self.weight, self.request, self.look, self.fired, self.forced):
             tensor[start:stop] = 0
         self.score[start:stop] = float("nan")
 

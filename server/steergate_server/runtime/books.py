@@ -6,15 +6,20 @@ import math
 from typing import Any
 
 from steergate_server.runtime.controller import Evidence
+from steergate_server.runtime.history import History
 from steergate_server.runtime.plan import Plan
 
 
 class GateBook:
-    """The running account of one gate of one request. Positions are absolute rows."""
+    """The running account of one gate of one request. Positions are absolute rows.
 
-    __slots__ = ("evaluated", "fired", "first_fired", "last_fired", "max_score")
+    `positions` are kept for a gate that acts at the row after each firing: a resumed request needs them.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("evaluated", "fired", "first_fired", "last_fired", "max_score", "positions")
+
+    def __init__(self, *, keeps_positions: bool = False) -> None:
+        self.positions: list[int] | None = [] if keeps_positions else None
         self.evaluated = 0
         self.fired = 0
         self.first_fired: int | None = None
@@ -29,12 +34,20 @@ class GateBook:
         if fired:
             self.fired += 1
             self.last_fired = position
+            if self.positions is not None:
+                self.positions.append(position)
             if self.first_fired is None:
                 self.first_fired = position
 
     def snapshot(self) -> dict[str, Any]:
         """The account as plain values."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        return {name: getattr(self, name) for name in self.__slots__ if name != "positions"}
+
+    def history(self) -> list[int]:
+        """The firings that a resumed request must know of."""
+        if self.positions is not None:
+            return self.positions
+        return [] if self.first_fired is None else [self.first_fired]
 
 
 class RequestBook:
@@ -42,7 +55,7 @@ class RequestBook:
 
     def __init__(self, plan: Plan) -> None:
         self._always = [gate.when == "always" for gate in plan.gates]
-        self._gates = [GateBook() for _ in plan.gates]
+        self._gates = [GateBook(keeps_positions=gate.scope == "next_step") for gate in plan.gates]
 
     def accept(self, evidence: Evidence) -> None:
         """Count what was seen at a row whose output was accepted."""
@@ -51,6 +64,10 @@ class RequestBook:
         ):
             if looked:
                 gate.add(evidence.position, score, always or fired)
+
+    def history(self, end: int) -> History:
+        """What the gates did before row `end`, the first that was not accepted yet."""
+        return History([gate.history() for gate in self._gates], end)
 
     def snapshot(self) -> list[dict[str, Any]]:
         """The accounts as plain values."""

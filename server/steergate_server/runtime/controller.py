@@ -18,8 +18,9 @@ from steergate_server.graph.lanes import GateTable, Lanes
 from steergate_server.graph.pools import CapacityError, Pool
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.config import EngineConfig
-from steergate_server.runtime.gates import GateState, gate_bits, gate_phases
+from steergate_server.runtime.gates import GateState, carries, gate_bits, gate_phases
 from steergate_server.runtime.geometry import StepGeometry
+from steergate_server.runtime.history import History, replay
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector
 from steergate_server.runtime.rows import RowSlots
@@ -96,6 +97,7 @@ class Controller:
         self._source_by_phase = np.zeros((numbers, PHASES, gates), dtype=np.int8)
         self._look_by_phase = np.zeros((numbers, PHASES, gates), dtype=bool)
         self._row_slots: dict[int, RowSlots] = {}
+        self._history: dict[int, tuple[Plan, History]] = {}
         self._gate_count = np.zeros(numbers, dtype=np.int64)
         self._damping = np.zeros(numbers, dtype=bool)
         # By site: it acts there, it probes there, it needs the complete row there, and the rank of its change.
@@ -148,6 +150,13 @@ class Controller:
             self.lanes.clear(0, self._high_water)
             self._high_water = 0
 
+    def resume(self, request_id: str, history: History) -> None:
+        """A preempted request comes back: its rows are computed again, and its gates follow their history there."""
+        live = self._live.get(request_id)
+        if live is not None:
+            self._history[live.number] = (live.plan, history)
+            self.state.restore(live.number, history.latched())
+
     @property
     def live(self) -> int:
         """Requests that hold steering."""
@@ -171,6 +180,7 @@ class Controller:
         ):  # fmt: skip
             table[number] = 0
         self._row_slots.pop(number, None)
+        self._history.pop(number, None)
         self.gates.clear(number)
         self.state.clear(number)
         for slot in live.slots:
@@ -276,6 +286,8 @@ class Controller:
         self._open_sites(numbers)
         if self.lanes.look.shape[1]:
             self._lay_gates(request, phase, first, rows)
+            if self._history:
+                self._lay_history(first, position)
         if self.trace is not None:
             self.trace.begin(geometry, position)
 
@@ -300,6 +312,24 @@ class Controller:
         lanes.weight[:rows, 1:] = self.state.weights(source, lanes.request[:rows].long(), torch.from_numpy(first_rows))
         lanes.score[:rows] = float("nan")
         lanes.fired[:rows] = False
+        lanes.forced[:rows] = False
+
+    def _lay_history(self, first: NDArray[np.int64], position: NDArray[np.int64]) -> None:
+        """Let the gates of resumed requests follow their history over the rows of this step that lie within it."""
+        for index, number in enumerate(self._numbers.tolist()):
+            if number not in self._history:
+                continue
+            plan, history = self._history[number]
+            at = slice(int(first[index]), int(first[index] + self._geometry.counts[index]))
+            if position[at.start] > history.end:
+                del self._history[number]
+                continue
+            within = slice(at.start, at.start + int((position[at] <= history.end).sum()))
+            for lane, again in replay(plan, history, position[within]).items():
+                look = self.lanes.look[within, lane]
+                self.lanes.weight[within, lane + 1] = torch.from_numpy(again.weight)
+                self.lanes.forced[within, lane] = torch.from_numpy(again.forced)
+                self.lanes.look[within, lane] = look & torch.from_numpy(again.look | again.forced)
 
     def see_tokens(self, tokens: torch.Tensor) -> None:
         """Settle the static slots that depend on generated tokens; tokens [>= rows]: the step's input ids, on the
@@ -391,7 +421,7 @@ class Controller:
 
     def _wants_evidence(self, request_id: str) -> bool:
         plan = self._live[request_id].plan
-        return plan.report != "none" and bool(plan.gates)
+        return plan.report != "none" or any(map(carries, plan.gates))
 
     def _end_step(self) -> None:
         """Between steps every site is the identity: dummy, profile and warm-up runs must see no steering."""

@@ -42,6 +42,11 @@ def gate_bits(gate: PlannedGate) -> int:
     return bits | (BELOW if gate.fires == "below" else 0) | (COSINE if gate.score == "cosine" else 0)
 
 
+def carries(gate: PlannedGate) -> bool:
+    """Whether a gate's firings matter to later rows, so that they must outlive a preemption."""
+    return gate.when == "probe" and gate.scope != "this_token"
+
+
 class GateState:
     """What the gates of live requests remember: `latched` and `fired_last`, [requests, gates] bool.
 
@@ -55,6 +60,11 @@ class GateState:
     def clear(self, request: int) -> None:
         """Forget one request number."""
         self.latched[request] = False
+        self.fired_last[request] = False
+
+    def restore(self, request: int, latched: list[bool]) -> None:
+        """Set what the gates of a resumed request had come to, from its history."""
+        self.latched[request, : len(latched)] = torch.tensor(latched, device=self.latched.device)
         self.fired_last[request] = False
 
     def weights(self, source: torch.Tensor, request: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

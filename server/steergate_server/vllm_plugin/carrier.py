@@ -10,6 +10,9 @@ from steergate_server.runtime.controller import Evidence
 PLAN_KEY = "steergate"
 """Key of the encoded plan in `SamplingParams.extra_args`, and of our dict in `EngineCoreOutput.kv_transfer_params`."""
 
+HISTORY_ATTRIBUTE = "steergate_history"
+"""Attribute of a `SchedulerOutput`: by request id, the History of requests that resume in this step."""
+
 STEP_ATTRIBUTE = "steergate_step"
 """Attribute of a `ModelRunnerOutput` that holds a StepResult."""
 

@@ -25,7 +25,7 @@ from steergate_server.runtime.geometry import StepGeometry
 from steergate_server.runtime.plan import decode_plan
 from steergate_server.runtime.sites import attach_sites, find_decoder_stack
 from steergate_server.schema.errors import SteeringError
-from steergate_server.vllm_plugin.carrier import STEP_ATTRIBUTE, StepResult, plan_bytes
+from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, STEP_ATTRIBUTE, StepResult, plan_bytes
 
 logger = init_logger(__name__)
 
@@ -90,13 +90,15 @@ class SteeringRunnerMixin:
     def _update_states(self, scheduler_output: Any) -> Any:
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
         # Ends come before starts: an id, a number and a slot may be taken again in the same step. A preempted request
-        # keeps what it holds: its static steering resumes as it was, and a gated one is ended by the scheduler.
+        # keeps what it holds, and resumes with its history.
         for request_id in scheduler_output.finished_req_ids:
             self._guard(request_id, self.steering.finish, request_id)
         for new in scheduler_output.scheduled_new_reqs:
             encoded = plan_bytes(new.sampling_params)
             if encoded is not None:
                 self._guard(new.req_id, self._admit, new, encoded)
+        for request_id, history in getattr(scheduler_output, HISTORY_ATTRIBUTE, {}).items():
+            self._guard(request_id, self.steering.resume, request_id, history)
         return result
 
     def _admit(self, new: Any, encoded: bytes) -> None:

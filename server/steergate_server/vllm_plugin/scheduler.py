@@ -23,7 +23,7 @@ from steergate_server.runtime.config import engine_config
 from steergate_server.runtime.identity import cache_identity, first_changed_row, tagged_extension
 from steergate_server.runtime.plan import Plan, decode_plan
 from steergate_server.schema.errors import SteeringError
-from steergate_server.vllm_plugin.carrier import PLAN_KEY, STEP_ATTRIBUTE, StepResult, plan_bytes
+from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, PLAN_KEY, STEP_ATTRIBUTE, StepResult, plan_bytes
 
 logger = init_logger(__name__)
 
@@ -33,7 +33,18 @@ Failure = dict[str, Any]
 class _Steered:
     """What the scheduler keeps of one steered request."""
 
-    __slots__ = ("book", "client_index", "demand", "first_block", "identity", "plain", "plan", "request", "started")
+    __slots__ = (
+        "book",
+        "client_index",
+        "demand",
+        "first_block",
+        "identity",
+        "plain",
+        "plan",
+        "reports",
+        "request",
+        "started",
+    )
 
     def __init__(self, request: Request, plan: Plan, demand: Demand, first_block: int | None) -> None:
         self.request = request
@@ -44,7 +55,8 @@ class _Steered:
         self.identity = b""
         self.started: int | None = None
         self.client_index = request.client_index
-        self.book = RequestBook(plan) if plan.report != "none" else None
+        self.reports = plan.report != "none"
+        self.book = RequestBook(plan) if plan.gates else None
 
 
 class SteeringSchedulerMixin:
@@ -101,7 +113,7 @@ class SteeringSchedulerMixin:
     # A step -----------------------------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's own schedule; a gated request that it preempted has lost its gates' state and will be ended."""
+        """vLLM's own schedule; requests that resume take the history of their gates along."""
         self._tentative, self._holding_back = [], False
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._steering_step += 1
@@ -112,15 +124,13 @@ class SteeringSchedulerMixin:
             # Asked for, but not started: for lack of KV cache, say.
             if request_id not in output.num_scheduled_tokens:
                 self._ledger.release(request_id)
-        for request_id in output.preempted_req_ids or ():
-            steered = self._steered.get(request_id)
-            if steered is not None and steered.plan.gates:
-                self._fail(
-                    request_id,
-                    "gate_state_lost",
-                    "the request was preempted for lack of KV cache and its gates' state is gone; send it again, or "
-                    "give the server more KV cache",
-                )
+        history = {
+            request_id: steered.book.history(steered.request.num_tokens - 1)
+            for request_id in output.scheduled_cached_reqs.resumed_req_ids
+            if (steered := self._steered.get(request_id)) is not None and steered.book is not None
+        }
+        if history:
+            setattr(output, HISTORY_ATTRIBUTE, history)
         return output
 
     def _handle_blocked_waiting_request(self, request: Request) -> bool:
@@ -187,7 +197,7 @@ class SteeringSchedulerMixin:
         for batch in outputs.values():
             for output in batch.outputs:
                 steered = self._steered.get(output.request_id)
-                if steered is not None and steered.book is not None:
+                if steered is not None and steered.reports and steered.book is not None:
                     # Every output may be the last that the client's side takes: a stop string is found over there.
                     output.kv_transfer_params = {
                         **(output.kv_transfer_params or {}),
