@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from reference.models import random_direction
-from reference.wire import static
+from reference.wire import Json
 from steergate_server.runtime.config import EngineConfig
 from support.engines import SteeredEngine
 
+from .algorithm_requests import tensor
 from .conftest import HIDDEN, SETTINGS
 from .oracle import Case, Oracle, check_batch, prompt
 
@@ -20,22 +21,31 @@ REQUESTS = 256
 
 @pytest.fixture(scope="module", params=["slots", "rows"])
 def small(request: pytest.FixtureRequest, tiny: Path) -> Iterator[SteeredEngine]:
-    """An engine with room for few requests: 9 slots, or 24 pool rows of which each request takes two."""
-    config = EngineConfig(max_slots=10) if request.param == "slots" else EngineConfig(memory_mib=1)
-    settings = {**SETTINGS, "max_num_seqs": 64}
-    if request.param == "rows":
-        # A pool is never smaller than a MiB: wide gates of many rows make it small for these requests.
-        config = EngineConfig(memory_mib=1, max_slots=200)
-    engine = SteeredEngine(tiny, config=config, enforce_eager=True, **settings)
+    """An engine with 9 slots, or with 4,095 pool rows of which each of these requests takes 120."""
+    config = EngineConfig(algorithms=("lm_steer",), memory_mib=1, max_slots=10 if request.param == "slots" else 0)
+    engine = SteeredEngine(tiny, config=config, enforce_eager=True, **{**SETTINGS, "max_num_seqs": 64})
     yield engine
     engine.close()
+
+
+def _low_rank(number: int) -> Json:
+    """A map of rank 30 at two layers that no other request has."""
+    rng = np.random.default_rng(number)
+    first, second = (tensor(rng.normal(size=(HIDDEN, 30)) * 0.1) for _ in range(2))
+    payload = {"kind": "lowrank", "projector1": first, "projector2": second}
+    return {
+        "algorithm": "lm_steer",
+        "steer": {"kind": "payload", "payload": payload},
+        "layers": [1, 3],
+        "where": {"generation": "all"},
+    }
 
 
 def test_all_complete_in_waves(small: SteeredEngine, oracle: Oracle) -> None:
     cases = [
         Case(
             prompt(number, 3 + number % 5),
-            {"vectors": [static(random_direction(1000 + number, HIDDEN, [1, 3], norm=6.0), {"generation": "all"})]},
+            {"vectors": [_low_rank(number)]},
             2 + number % 4,
         )
         for number in range(REQUESTS)

@@ -271,6 +271,10 @@ class Limits(Wire, frozen=True, kw_only=True):
     """Decoded inline bytes."""
     graph_rank: int
     """Summed rank of the low-rank maps at one site, in graph."""
+    slots: int
+    """Distinct sets of vectors that live requests can have at once."""
+    pool_rows: dict[str, int]
+    """Payload rows that live requests can hold at once, by component."""
 
 
 class CapabilitiesAnswer(Wire, frozen=True, kw_only=True):

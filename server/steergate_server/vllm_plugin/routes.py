@@ -150,6 +150,8 @@ def capabilities_answer(admission: Admission, config: FrontConfig, contract: str
             gates=engine.max_gates if engine.gates else 0,
             inline_bytes=config.max_inline_bytes,
             graph_rank=engine.graph_max_rank,
+            slots=facts.capacity.slots,
+            pool_rows=facts.capacity.rows,
         ),
     )
 

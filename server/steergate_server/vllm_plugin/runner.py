@@ -54,10 +54,11 @@ def build_controller(
         max_requests=vllm_config.scheduler_config.max_num_seqs,
     )
     logger.info(
-        "SteerGate: %d sites (%s), mode %s, payload pool %.1f MiB, %d slots, %d gate lanes",
+        "SteerGate: %d sites (%s), mode %s%s, payload pool %.1f MiB, %d slots, %d gate lanes",
         len(sites),
         ", ".join(config.hooks),
         config.graph_mode,
+        f" ({config.graph_reason})" if config.graph_reason else "",
         controller.book.pool_capacity / 2**20,
         controller.book.slots.count,
         controller.lanes.look.shape[1],

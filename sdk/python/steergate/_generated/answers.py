@@ -73,6 +73,8 @@ class Limits(Answer, frozen=True, kw_only=True):
     gates: int
     inline_bytes: int
     graph_rank: int
+    slots: int
+    pool_rows: dict[str, int]
 
 
 class RegisterAnswer(Answer, frozen=True, kw_only=True):

@@ -1,0 +1,151 @@
+"""The model ring: what only the server can refuse, with code and param, for registered names as for inline numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from steergate_server.registry.names import NameIndex
+from steergate_server.registry.spool import Spool
+from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.capacity import Capacity
+from steergate_server.runtime.config import EngineConfig
+from steergate_server.runtime.sites import Site
+from steergate_server.runtime.sources import ModelFacts
+from steergate_server.schema import payloads
+from steergate_server.schema.decode import decode_steering, encode
+from steergate_server.schema.errors import SteeringError
+from unit.runtime.test_fields_reach_the_engine import WIDTH, packed
+
+ALGORITHMS = ("direct", "erase", "clamp", "lm_steer", "moe_router")
+
+
+@pytest.fixture
+def admission(tmp_path: Path) -> Admission:
+    sites = [Site(layer, hook, WIDTH) for layer in range(4) for hook in ("pre_attn", "post_block")]
+    sites += [Site(layer, "router_logits", 8) for layer in (1, 3)]
+    config = EngineConfig(hooks=("pre_attn", "router_logits", "post_block"), algorithms=ALGORITHMS, graph_max_rank=2)
+    names = NameIndex(Spool(tmp_path))
+    zero = packed(0, data="A" * 42 + "A=")
+    for name, rows in {"one": packed(1), "two": packed(2), "zero": zero}.items():
+        names.register(name, "steer", msgspec.convert({"kind": "direction", "packed": rows}, payloads.DirectionPayload))
+    capacity = Capacity(3, {"hidden_states": 5, "router_logits": 9})
+    return Admission(config, ModelFacts("m", 4, tuple(sites), capacity), names)
+
+
+def vector(name: str, where: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    return {"steer": {"kind": "name", "name": name}, "where": where or {"generation": "all"}, **more}
+
+
+ALWAYS_ADD = {
+    "when": {"kind": "always"},
+    "scope": "this_token",
+    "apply": {"kind": "add", "steer": {"kind": "name", "name": "two"}},
+}
+LOW_RANK = {"dtype": "float32", "shape": [4, 3], "data": "AAAAAAAA" * 8}
+ROUTER = {"algorithm": "moe_router", "where": {"prompt": "all"}, "params": {"mode": "soft", "expert_ids": [7]}}
+
+REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "named-conflict": (
+        {"conflict": "error", "vectors": [vector("one"), vector("two", {"answer": "all"})]},
+        "vector_conflict",
+        "steering.vectors[1]",
+    ),
+    "named-zero": ({"vectors": [vector("zero", algorithm="erase")]}, "zero_vector", "steering.vectors[0].steer"),
+    "layer-of-name": (
+        {"vectors": [vector("one", layers=[3])]},
+        "layer_not_in_payload",
+        "steering.vectors[0].layers[0]",
+    ),
+    "kind-of-name": (
+        {"vectors": [vector("one", algorithm="lm_steer", layers=[1])]},
+        "payload_kind",
+        "steering.vectors[0].steer",
+    ),
+    "rank": (
+        {
+            "vectors": [
+                {
+                    "steer": {
+                        "kind": "payload",
+                        "payload": {"kind": "lowrank", "projector1": LOW_RANK, "projector2": LOW_RANK},
+                    },
+                    "algorithm": "lm_steer",
+                    "layers": [1],
+                    "where": {"prompt": "all"},
+                }
+            ]
+        },
+        "rank_too_large",
+        "steering.vectors[0].steer",
+    ),
+    "expert": (
+        {"vectors": [{**ROUTER, "layers": [1], "params": {"mode": "soft", "expert_ids": [8]}}]},
+        "out_of_range",
+        "steering.vectors[0].params.expert_ids",
+    ),
+    "no-router": ({"vectors": [{**ROUTER, "layers": [0]}]}, "hook_not_steerable", "steering.vectors[0].layers[0]"),
+    "selects-nothing": (
+        {"vectors": [vector("one"), vector("one", {"prompt_positions": [9]})]},
+        "selects_nothing",
+        "steering.vectors[1].where",
+    ),
+    "two-clamps": (
+        {
+            "vectors": [
+                vector("one", algorithm="clamp", params={"max": 1}),
+                vector("two", algorithm="clamp", params={"max": 1}),
+            ]
+        },
+        "not_lowerable",
+        "steering.vectors[1]",
+    ),
+    "slots": (
+        {"vectors": [vector("one", {"generation_positions": [number]}, scale=number + 1.0) for number in range(4)]},
+        "over_capacity",
+        "steering",
+    ),
+    "rows": (
+        {"vectors": [vector("one"), vector("two", {"generation_positions": [1]}, scale=3.0)], "gates": [ALWAYS_ADD]},
+        "over_capacity",
+        "steering",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(admission: Admission, name: str) -> None:
+    request, code, param = REFUSED[name]
+    with pytest.raises(SteeringError) as refused:
+        decide(admission, request)
+    assert (refused.value.code, refused.value.param) == (code, param)
+    assert held(admission) == {"one", "two", "zero"}
+
+
+def decide(admission: Admission, request: dict[str, Any]) -> None:
+    """Both stages of admission, for a prompt of five tokens; what was held is given back."""
+    decoded = decode_steering(encode(request))
+    assert decoded
+    admitted = admission.admit(decoded)
+    admission.release(admitted.digests)
+    admission.admit_prompt(admitted, [1, 2, 3, 4, 5], 64)
+
+
+def held(admission: Admission) -> set[str]:
+    """Names whose payload is held by nobody but the name."""
+    found = set()
+    for info in admission.names.list():
+        admission.names.hold(info.digest)
+        admission.names.release(info.digest)
+        found.add(info.name)
+    return found
+
+
+def test_accepted_where_nothing_overlaps(admission: Admission) -> None:
+    apart = [vector("one", {"prompt": "all"}), vector("two", {"generation": "all"})]
+    decide(admission, {"conflict": "error", "vectors": apart})
+    decide(admission, {"vectors": [{**ROUTER, "layers": [1, 3]}]})
+    decide(admission, {"vectors": [vector("zero")]})
