@@ -53,6 +53,7 @@ class StockEngine:
     """vLLM as it comes."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
+        self.model = model
         self.llm = LLM(model=str(model), **{**SMALL, **settings})
 
     def run(
