@@ -13,6 +13,7 @@ import pytest
 
 from reference.models import random_direction
 from reference.wire import Json, static
+from steergate_server.algorithms import registry
 from steergate_server.algorithms.extensions import GROUP
 from steergate_server.capabilities import ALGORITHM_CAPABILITIES
 from steergate_server.runtime.config import EngineConfig
@@ -66,6 +67,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield folder
     sys.path.remove(str(folder))
     ALGORITHM_CAPABILITIES.pop("twice", None)
+    registry._ALGORITHMS.pop("twice", None)
     if before is None:
         del os.environ["PYTHONPATH"]
     else:

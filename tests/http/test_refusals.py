@@ -262,7 +262,7 @@ MODEL = [
     Case(
         "not-lowerable",
         "not_lowerable",
-        VEC,
+        "steering.vectors[1]",
         {"vectors": [*vector(normalize=True)["vectors"], *vector()["vectors"]]},
         says="--steer-graph-mode split",
     ),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-import numpy as np
 import torch
 
 from steergate_server.graph.affine import SiteChange
@@ -38,8 +37,8 @@ class SiteTables:
         self.clamp = table() if "clamp" in families else None
         self.bounds = table(3, dtype=torch.float32) if "clamp" in families else None
         self.normalize = table(dtype=torch.bool)
-        self.rank = np.zeros((sites, slots), dtype=np.int64)
-        self.complex = np.zeros((sites, slots), dtype=bool)
+        self.rank = torch.zeros((sites, slots), dtype=torch.int64)
+        self.complex = torch.zeros((sites, slots), dtype=torch.bool)
         self._held: dict[tuple[int, int], list[int]] = {}
 
     def write(self, site: int, slot: int, key: Hashable, change: SiteChange) -> None:

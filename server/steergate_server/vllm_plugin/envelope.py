@@ -74,9 +74,7 @@ def _read_leniently(body: bytes) -> dict[str, msgspec.Raw] | None:
             return None
         _refuse_twice(body)
         return {name: msgspec.Raw(json.dumps(_plain(value)).encode()) for name, value in pairs}
-    except RecursionError:
-        raise SteeringError("invalid_json", "The body is nested too deeply to be read.") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         if any(member.encode() in body for member in MEMBERS):
             raise SteeringError("invalid_json", "The body is not valid JSON.") from None
         return None
