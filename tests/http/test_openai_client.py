@@ -89,5 +89,5 @@ def test_refusals_are_bad_requests(client: openai.OpenAI, stream: bool) -> None:
         assert failure.code == "layer_not_in_payload"
         assert failure.param == "steering.vectors[0].layers[0]"
         assert failure.type == "invalid_request_error"
-        assert "it has: 1, 2" in failure.message
+        assert "It has 1, 2" in failure.message
         assert failure.response.headers["x-steering-contract"] == "1.0"

@@ -49,10 +49,10 @@ class Pool:
         entry = self._entry.get(key)
         if entry is None:
             if not self._free:
-                raise CapacityError(f"the payload pool is full: all {self.capacity} rows are in use")
+                raise CapacityError(f"The payload pool is full: all {self.capacity} rows are in use")
             row = make().to(self.rows.dtype)
             if not bool(torch.isfinite(row).all()):
-                raise OverflowError(f"a scaled vector exceeds the range of {self.rows.dtype}")
+                raise OverflowError(f"A scaled vector exceeds the range of {self.rows.dtype}")
             entry = self._free.pop()
             self.rows[entry].copy_(row)
             self._entry[key], self._key[entry], self._holders[entry] = entry, key, 0
@@ -93,7 +93,7 @@ class Slots:
         slot = self._slot.get(key)
         if slot is None:
             if not self._free:
-                raise CapacityError(f"all {self.count - 1} steering slots are in use")
+                raise CapacityError(f"All {self.count - 1} steering slots are in use")
             build(self._free[-1])
             slot = self._free.pop()
             self._slot[key], self._key[slot], self._holders[slot] = slot, key, 0

@@ -100,7 +100,7 @@ class Admission:
             if not has_generation_part(vector.where) and not (selection.prompt >> number & 1).any():
                 raise SteeringError(
                     "selects_nothing",
-                    f"the clause selects none of the prompt's {len(prompt)} rows",
+                    f"The clause selects none of the prompt's {len(prompt)} rows, and no generated row.",
                     admitted.where(("vectors", admitted.numbers[number], "where")),
                 )
         masks = selection.distinct()
@@ -110,7 +110,7 @@ class Admission:
         demand = demand_of(plan, prompt, max_length, in_graph=self.config.graph_mode == "in_graph")
         problem = shortage(len(demand.slots), rows_by_component(demand.rows), self.facts.capacity)
         if problem is not None:
-            raise SteeringError("over_capacity", f"the request can never fit: {problem}", admitted.where(()))
+            raise SteeringError("over_capacity", f"The request can never fit: {problem}.", admitted.where(()))
 
     def _check_lowering(self, plan: Plan, mask: int, admitted: Admitted) -> None:
         for site, vectors in plan.at_sites(mask).items():
@@ -119,7 +119,7 @@ class Admission:
                 number = next(number for number, vector in enumerate(plan.vectors) if vector is vectors[-1])
                 raise SteeringError(
                     "not_lowerable",
-                    f"{problem} (at {site_name(*site)}); this server runs in graph, --steer-graph-mode split takes it",
+                    f"At {site_name(*site)}, {problem}. This server runs in graph; --steer-graph-mode split takes it.",
                     admitted.where(("vectors", admitted.numbers[number])),
                 )
 
@@ -151,7 +151,7 @@ class Admission:
         )
         if request.report == "scores":
             raise SteeringError(
-                "not_implemented", "report 'scores' is not built yet; use 'summary'", where(("report",))
+                "not_implemented", "The report `scores` is not there yet. Ask for `summary`.", where(("report",))
             )
         groups = (VectorGroup(vectors=tuple(vectors), conflict=request.conflict),) if vectors else ()
         return Plan(groups=groups, gates=gates, report=request.report), tuple(numbers)
@@ -185,7 +185,7 @@ class Admission:
         if self.config.graph_mode == "in_graph" and rank > limit:
             raise SteeringError(
                 "rank_too_large",
-                f"the payload has rank {rank}, this server's limit is {limit}",
+                f"The payload has rank {rank}; this server takes up to {limit}.",
                 where((*path, "steer")),
             )
         return replace(planned, digest=source.outline.digest, sites=sites, rank=rank)
@@ -193,13 +193,15 @@ class Admission:
     def _capability(self, name: str, path: Path, where: ParamWriter) -> AlgorithmCapabilities:
         if name not in ALGORITHM_CAPABILITIES:
             known = ", ".join(sorted(ALGORITHM_CAPABILITIES))
-            raise SteeringError("unknown_algorithm", f"unknown algorithm {name!r}; known: {known}", where(path))
+            raise SteeringError(
+                "unknown_algorithm", f"There is no algorithm `{name}`. Algorithms are {known}.", where(path)
+            )
         if name not in self.config.algorithms:
             enabled = ", ".join(self.config.algorithms)
             raise SteeringError(
                 "algorithm_not_enabled",
-                f"algorithm {name!r} is not enabled on this server (enabled: {enabled}); "
-                "the operator declares it with --steer-algorithms",
+                f"Algorithm `{name}` is not enabled on this server, which has {enabled}. Its operator declares "
+                "algorithms with --steer-algorithms.",
                 where(path),
             )
         return ALGORITHM_CAPABILITIES[name]
@@ -219,7 +221,7 @@ class Admission:
             layers = spec.layers or [layer for layer in [source.outline.metadata.get("layer")] if layer is not None]
             if not layers:
                 raise SteeringError(
-                    "layers_required", "the payload names no layer; give 'layers'", where((*path, "layers"))
+                    "layers_required", "The payload names no layer. Give `layers`.", where((*path, "layers"))
                 )
             sites = tuple((spec.hook or "post_block", layer) for layer in layers)
             width = max(max(shape) for shape in source.outline.shapes.values())
@@ -231,8 +233,8 @@ class Admission:
             if HOOK_COMPONENTS[hook] != capability.target_component:
                 raise SteeringError(
                     "hook_not_allowed",
-                    f"algorithm {spec.algorithm!r} works on {capability.target_component}, {hook!r} is "
-                    f"{HOOK_COMPONENTS[hook]}",
+                    f"Algorithm `{spec.algorithm}` works on {capability.target_component}; hook `{hook}` is "
+                    f"{HOOK_COMPONENTS[hook]}.",
                     where((*path, "steer") if source.outline.widths else (*path, "hook")),
                 )
         return sites
@@ -256,7 +258,7 @@ class Admission:
                     if expert >= experts:
                         raise SteeringError(
                             "out_of_range",
-                            f"expert {expert} does not exist: layer {site[1]} has experts 0 to {experts - 1}",
+                            f"Expert {expert} does not exist. Layer {site[1]} has experts 0 to {experts - 1}.",
                             where((*path, "params", member) if source is None else (*path, "steer")),
                         )
 
@@ -264,11 +266,13 @@ class Admission:
 
     def _check_gate_count(self, request: SteeringRequest, where: ParamWriter) -> None:
         if request.gates and not self.config.gates:
-            raise SteeringError("gates_unavailable", "gates are switched off on this server", where(("gates",)))
+            raise SteeringError(
+                "gates_unavailable", "Gates are switched off on this server. Leave `gates` out.", where(("gates",))
+            )
         if len(request.gates) > self.config.max_gates:
             raise SteeringError(
                 "too_many_gates",
-                f"{len(request.gates)} gates given, at most {self.config.max_gates} allowed on this server",
+                f"{len(request.gates)} gates were given; this server takes at most {self.config.max_gates}.",
                 where(("gates",)),
             )
 
@@ -277,7 +281,9 @@ class Admission:
     ) -> PlannedGate:
         if gate.scope == "rest_of_conversation":
             raise SteeringError(
-                "not_implemented", "scope 'rest_of_conversation' is not built yet", where((*path, "scope"))
+                "not_implemented",
+                "Scope `rest_of_conversation` is not there yet. Use `rest_of_request`.",
+                where((*path, "scope")),
             )
         planned = PlannedGate(
             when="always", at=gate.when.at, scope=gate.scope, apply=_apply_name(gate.apply), label=gate.label
@@ -291,7 +297,7 @@ class Admission:
             if not any(_reaches(planned, vector) for vector in vectors):
                 raise SteeringError(
                     "nothing_to_attenuate",
-                    "the request has no static steering that this gate could ever reach",
+                    "The request has no static steering that this gate could reach. Add vectors, or drop the gate.",
                     where((*path, "apply")),
                 )
         return planned
@@ -303,7 +309,7 @@ class Admission:
         if len(source.sites) != 1:
             raise SteeringError(
                 "probe_not_single_site",
-                f"a probe looks at one site, this one names {len(source.sites)}; pick one with 'layers' and 'hook'",
+                f"A probe looks at one site; this one names {len(source.sites)}. Pick one with `layers` and `hook`.",
                 where(path),
             )
         return replace(
@@ -323,18 +329,20 @@ class Admission:
         source = self._sources.resolve(apply.steer, "steer", path, where, held)
         if source.outline.kind != "direction":
             raise SteeringError(
-                "payload_kind", f"a gate adds a direction, this is a {source.outline.kind} payload", where(path)
+                "payload_kind", f"A gate adds a direction; this is a {source.outline.kind} payload.", where(path)
             )
         for hook, layer in source.sites:
             if HOOK_COMPONENTS[hook] != "hidden_states":
-                raise SteeringError("hook_not_allowed", f"gates do not steer {layer}:{hook}", where(path))
+                raise SteeringError(
+                    "hook_not_allowed", f"Gates do not steer {layer}:{hook}. They steer the hidden states.", where(path)
+                )
         if planned.probe_site is not None and planned.scope == "this_token":
             early = [site for site in source.sites if site_order(*site) < site_order(*planned.probe_site)]
             if early:
                 raise SteeringError(
                     "steer_before_probe",
-                    f"scope 'this_token' steers a row after its probe has read it: {site_name(*early[0])} runs before "
-                    f"the probe's {site_name(*planned.probe_site)}",
+                    f"Scope `this_token` steers a row after its probe has read it, and {site_name(*early[0])} runs "
+                    f"before the probe's {site_name(*planned.probe_site)}. Steer later sites, or choose `next_step`.",
                     where(path),
                 )
         return replace(planned, steer_digest=source.outline.digest, steer_sites=source.sites, strength=apply.strength)
@@ -346,16 +354,16 @@ def _check_kind(
     if source.outline.kind != capability.payload_kind:
         raise SteeringError(
             "payload_kind",
-            f"algorithm {spec.algorithm!r} takes a {capability.payload_kind} payload, this is a {source.outline.kind}",
+            f"Algorithm `{spec.algorithm}` takes a {capability.payload_kind} payload; this is a {source.outline.kind}.",
             where((*path, "steer")),
         )
     if spec.hook is not None and source.outline.widths:
         raise SteeringError(
-            "hook_not_allowed", "the payload names its own hooks; leave 'hook' out", where((*path, "hook"))
+            "hook_not_allowed", "The payload names its own hooks. Leave `hook` out.", where((*path, "hook"))
         )
     if spec.params and source.outline.kind == "router":
         raise SteeringError(
-            "unknown_param", "the payload says what is done; 'params' must be empty beside it", where((*path, "params"))
+            "unknown_param", "The payload says what is done. Leave `params` out.", where((*path, "params"))
         )
 
 
@@ -370,7 +378,7 @@ def _refuse_zeros(
         if f"{start}{hook}/{layer:08d}" in source.outline.zeros:
             raise SteeringError(
                 "zero_vector",
-                f"algorithm {spec.algorithm!r} divides by the vector's norm, which is 0 at {site_name(hook, layer)}",
+                f"Algorithm `{spec.algorithm}` divides by the vector's norm, which is 0 at {site_name(hook, layer)}.",
                 where((*path, "steer")),
             )
 
@@ -391,8 +399,8 @@ def _refuse_overlaps(vectors: Sequence[PlannedVector], numbers: Sequence[int], w
             if shared and can_overlap(first.where, second.where):
                 raise SteeringError(
                     "vector_conflict",
-                    f"vectors[{numbers[earlier]}] can select the same rows at {site_name(*shared[0])}, and conflict is "
-                    "'error'",
+                    f"vectors[{numbers[earlier]}] can select the same rows at {site_name(*shared[0])}, and `conflict` "
+                    "is `error`. Make the clauses disjoint, or choose another conflict.",
                     where(("vectors", numbers[later])),
                 )
 

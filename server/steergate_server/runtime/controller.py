@@ -131,9 +131,9 @@ class Controller:
         except BaseException as error:
             self._clear(live)
             if isinstance(error, CapacityError):
-                raise SteeringError("over_capacity", f"{error}; retry later, or raise --steering-memory") from error
+                raise SteeringError("over_capacity", f"{error}. Send the request again later.") from error
             if isinstance(error, OverflowError):
-                raise SteeringError("out_of_range", f"{error}; use a smaller scale or strength") from error
+                raise SteeringError("out_of_range", f"{error}. Use a smaller scale or strength.") from error
             raise
         self._prompt_length[number] = len(prompt)
         self._gate_count[number] = len(plan.gates)

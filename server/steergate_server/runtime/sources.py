@@ -67,7 +67,7 @@ class Sources:
             return self._named(source, kind, path, where, held)
         if "inline" not in self._kinds:
             raise SteeringError(
-                "inline_not_allowed", "this server takes registered vectors only; name one", where(path)
+                "inline_not_allowed", "This server takes registered vectors only. Name one.", where(path)
             )
         inside: Path = (*path, "payload") if isinstance(source, InlinePayload) else path
         payload = source.payload if isinstance(source, InlinePayload) else DirectionPayload(packed=source.packed)
@@ -76,7 +76,9 @@ class Sources:
         known = outline(stored)
         # Zero bytes were refused by the rules; what is zero only once it is decoded is seen here.
         if kind == "probe" and known.zeros:
-            raise SteeringError("zero_vector", "a probe of zeros never tells rows apart", where(inside))
+            raise SteeringError(
+                "zero_vector", "A probe of zeros never tells rows apart. Send a vector that is not zero.", where(inside)
+            )
         held.append(self._names.hold_payload(stored))
         return Resolved(known, known.sites, inline=True)
 
@@ -86,9 +88,9 @@ class Sources:
         if entry is None:
             other: VectorKind = "probe" if kind == "steer" else "steer"
             known = self._names.find(source.name, other) is not None
-            hint = f"; there is a {other} vector of that name" if known else ""
+            hint = f" There is a {other} vector of that name." if known else " Register it, or list what there is."
             raise SteeringError(
-                "unknown_vector", f"no {kind} vector is registered as {source.name!r}{hint}", where(name)
+                "unknown_vector", f"No {kind} vector is registered as `{source.name}`.{hint}", where(name)
             )
         self._names.hold(entry.digest)
         held.append(entry.digest)
@@ -122,11 +124,11 @@ class Sources:
         hook, layer = site
         if hook not in HOOKS:
             known = ", ".join(HOOKS)
-            raise SteeringError("unknown_hook", f"unknown hook {hook!r}; known: {known}", where(place.hook))
+            raise SteeringError("unknown_hook", f"There is no hook `{hook}`. Hooks are {known}.", where(place.hook))
         if layer >= self._facts.layers:
             raise SteeringError(
                 "unknown_layer",
-                f"layer {layer} does not exist: this model has layers 0 to {self._facts.layers - 1}",
+                f"Layer {layer} does not exist. This model has layers 0 to {self._facts.layers - 1}.",
                 where(place.layer),
             )
         expected = self._facts.width(site)
@@ -135,18 +137,18 @@ class Sources:
         if width not in (0, expected):
             raise SteeringError(
                 "width_mismatch",
-                f"the vector is {width} wide, {layer}:{hook} of this model is {expected}",
+                f"The vector has {width} elements per row; {layer}:{hook} of this model has {expected}.",
                 where(place.width),
             )
         return expected
 
     def _why_no_op(self, hook: str, layer: int) -> str:
         if hook in self._config.hooks:
-            return f"layer {layer} of this model has no hook {hook!r}"
+            return f"Layer {layer} of this model has no hook `{hook}`. Capabilities list the layers that have it."
         declared = ", ".join(self._config.hooks)
         return (
-            f"hook {hook!r} carries no steering on this server (declared: {declared}); "
-            "the operator declares hooks with --steer-hooks"
+            f"Hook `{hook}` carries no steering on this server, which has {declared}. Its operator declares hooks with "
+            "--steer-hooks."
         )
 
 
@@ -179,7 +181,7 @@ def pick(
             hooks = ", ".join(sorted({site[0] for site in sites})) or "none"
             code = "layer_not_in_payload" if hook in HOOKS else "unknown_hook"
             raise SteeringError(
-                code, f"the vector has no rows at hook {hook!r} (it has: {hooks})", where((*path, "hook"))
+                code, f"The vector has no rows at hook `{hook}`. It has {hooks}.", where((*path, "hook"))
             )
         sites = here
     if layers is None:
@@ -189,7 +191,7 @@ def pick(
         if layer not in present:
             raise SteeringError(
                 "layer_not_in_payload",
-                f"the vector has no row for layer {layer} (it has: {', '.join(map(str, present)) or 'none'})",
+                f"The vector has no row for layer {layer}. It has {', '.join(map(str, present)) or 'none'}.",
                 where((*path, "layers", index)),
             )
     return tuple(site for site in sites if site[1] in layers)

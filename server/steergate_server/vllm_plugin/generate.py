@@ -41,7 +41,8 @@ def steered_generate(generate: Generate, admit_prompt: Callable[[SteeredCall, An
         extra = getattr(sampling_params, "extra_args", None)
         if extra and PLAN_KEY in extra:
             raise VLLMValidationError(
-                f"the argument {PLAN_KEY!r} is reserved; use the request's 'steering' member", parameter=PLAN_KEY
+                f"The argument `{PLAN_KEY}` is the server's own. Send steering in the member `steering`.",
+                parameter=PLAN_KEY,
             )
         call = current_call.get()
         if call is None:
@@ -64,13 +65,15 @@ def steered_generate(generate: Generate, admit_prompt: Callable[[SteeredCall, An
 def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
     """Refuse what cannot be steered exactly; raises SteeringError."""
     if not isinstance(sampling_params, SamplingParams):
-        raise SteeringError("steering_not_supported_here", "only text generation can be steered", "steering")
+        raise SteeringError("steering_not_supported_here", "Only text generation can be steered.", "steering")
     if hasattr(prompt, "__anext__"):
-        raise SteeringError("steering_not_supported_here", "streaming input cannot be steered", "steering")
+        raise SteeringError("steering_not_supported_here", "Streaming input cannot be steered.", "steering")
     if not isinstance(prompt, dict) or not prompt.get("prompt_token_ids"):
-        raise SteeringError("steering_not_supported_here", "only prompts of token ids can be steered", "steering")
+        raise SteeringError(
+            "steering_not_supported_here", "Only prompts of tokens can be steered, not prompt embeddings.", "steering"
+        )
     if call.wants_report and (sampling_params.n or 1) > 1:
-        raise SteeringError("not_implemented", "a report with n > 1 is not built yet; use n = 1", "steering.report")
+        raise SteeringError("not_implemented", "A report with n > 1 is not there yet. Use n = 1.", "steering.report")
 
 
 async def _observed(outputs: AsyncGenerator[Any, None], call: SteeredCall, index: int) -> AsyncGenerator[Any, None]:

@@ -80,7 +80,7 @@ class Routes:
         self._require_steering_key(request)
         body = decode(await _body(request, self._state.config.max_inline_bytes), RegisterRequest)
         if (body.packed is None) == (body.payload is None):
-            raise SteeringError("missing_field", "give exactly one of 'packed' and 'payload'", "packed")
+            raise SteeringError("missing_field", "Give exactly one of `packed` and `payload`.", "packed")
         payload = DirectionPayload(packed=body.packed) if body.packed is not None else body.payload
         assert payload is not None
         prefix = "" if body.packed is not None else "payload"
@@ -104,7 +104,7 @@ class Routes:
                 return
             raise SteeringError(
                 "steering_key_required",
-                "this server has no steering key, so vectors cannot be changed; start it with --steering-api-key",
+                "This server has no steering key, so vectors cannot be changed. Start it with --steering-api-key.",
             )
         given = request.headers.get("x-steering-api-key")
         if given is None and not self._state.server_key:
@@ -114,7 +114,7 @@ class Routes:
         matches = [hmac.compare_digest((given or "").encode(), key.encode()) for key in config.keys]
         if given is None or not any(matches):
             raise SteeringError(
-                "unauthorized", "a valid steering key is required in the header X-Steering-API-Key", None
+                "unauthorized", "A valid steering key is required in the header X-Steering-API-Key.", None
             )
 
 
@@ -180,7 +180,7 @@ async def _body(request: Request, limit: int) -> bytes:
     async for chunk in request.stream():
         size += len(chunk)
         if size > allowed:
-            raise SteeringError("payload_too_large", f"the body is larger than {allowed} bytes", None)
+            raise SteeringError("payload_too_large", f"The body is larger than {allowed} bytes.", None)
         chunks.append(chunk)
     return b"".join(chunks)
 

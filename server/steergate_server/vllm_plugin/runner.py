@@ -115,7 +115,12 @@ class SteeringRunnerMixin:
             self._fail(request_id, SteeringError("algorithm_failed", str(error)))
         except Exception:
             logger.exception("SteerGate: request %s could not be steered", request_id)
-            self._fail(request_id, SteeringError("algorithm_failed", "the steering of this request failed to install"))
+            self._fail(
+                request_id,
+                SteeringError(
+                    "algorithm_failed", "The steering of this request failed to install. The server's log says why."
+                ),
+            )
 
     def _fail(self, request_id: str, error: SteeringError) -> None:
         self._steering_failures[request_id] = {"code": error.code, "message": error.message, "param": error.param}
@@ -132,7 +137,7 @@ class SteeringRunnerMixin:
         try:
             self.steering.begin_step(geometry)
         except Exception:
-            self._abandon("the steering of this step could not be laid out")
+            self._abandon("The steering of a step could not be laid out. The server's log says why.")
         return result
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,14 +146,14 @@ class SteeringRunnerMixin:
         try:
             self.steering.see_tokens(self.input_ids.gpu)  # type: ignore[attr-defined]
         except Exception:
-            self._abandon("the steering of this step could not be laid out")
+            self._abandon("The steering of a step could not be laid out. The server's log says why.")
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
         try:
             self._steering_evidence = self.steering.end_step()
             for request_id, message in self.steering.take_fallen().items():
                 self._fail(request_id, SteeringError("algorithm_failed", message))
         except Exception:
-            self._abandon("the steering of this step failed")
+            self._abandon("The steering of a step failed. The server's log says why.")
         return output
 
     def _abandon(self, message: str) -> None:

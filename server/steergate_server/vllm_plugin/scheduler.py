@@ -87,7 +87,11 @@ class SteeringSchedulerMixin:
                 self._admit(request, decode_plan(encoded))
             except Exception:
                 logger.exception("SteerGate: request %s could not be admitted", request.request_id)
-                self._fail(request.request_id, "algorithm_failed", "the steering of this request failed to install")
+                self._fail(
+                    request.request_id,
+                    "algorithm_failed",
+                    "The steering of this request failed to install. The server's log says why.",
+                )
                 # Whatever it computes until it is ended is not what its plan says.
                 self._isolate(request)
         super().add_request(request)  # type: ignore[misc]
@@ -172,7 +176,11 @@ class SteeringSchedulerMixin:
         except Exception:
             logger.exception("SteerGate: book-keeping failed; ending the steered requests of this step")
             for request_id in before:
-                self._fail(request_id, "algorithm_failed", "the book-keeping of this request failed")
+                self._fail(
+                    request_id,
+                    "algorithm_failed",
+                    "The book-keeping of this request failed. The server's log says why.",
+                )
         self._end_failed(outputs)
         self._forget_finished(before)
         return outputs
