@@ -284,3 +284,21 @@ def test_preempted_twins_of_two_prompt_lengths(engine: SteeredEngine, oracle: Or
         assert answer.tokens == [token] * tokens
         expected = oracle.along(case, answer.tokens)
         np.testing.assert_allclose(answer.logprobs, expected.logprobs, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [3e37, -3e37])
+def test_rows_that_leave_the_range_harm_nobody(engine: SteeredEngine, oracle: Oracle, scale: float) -> None:
+    """Their request ends; their keys and values do not stay behind as NaN in blocks that others are given."""
+    huge = {"vectors": [static(vector(seed), EVERYWHERE, scale=scale) for seed in (5, 6)]}
+    spoilers = [Case(prompt(770 + number, BLOCK + 9), huge) for number in range(2)]
+    beside = [*NEIGHBOURS[:3], Case(prompt(780, 40), None)]
+    answers = run(engine, [*spoilers, *beside])
+    for answer in answers[:2]:
+        assert answer.finish_reason == "error"
+        assert answer.ours["error"]["code"] in ("algorithm_failed", "out_of_range")
+    for case, answer in zip(beside, answers[2:], strict=True):
+        oracle.check(case, answer)
+    # Enough plain requests to be given every block that the others left.
+    later = [Case(prompt(790 + number, 3 * BLOCK), None) for number in range(6)]
+    for case, answer in zip(later, run(engine, later), strict=True):
+        oracle.check(case, answer)

@@ -288,6 +288,9 @@ MODEL = [
         {"n": 2, "temperature": 1},
     ),
     Case("beam-search", "steering_not_supported_here", "use_beam_search", vector(), {"use_beam_search": True, "n": 2}),
+    Case("gates-beside-steering", "unknown_field", "gates", None, {"gates": [GATE]}, says="inside of `steering`"),
+    Case("vectors-alone", "unknown_field", "vectors", None, {"vectors": []}, says="inside of `steering`"),
+    Case("in-xargs", "unknown_field", "vllm_xargs", None, {"vllm_xargs": {"steering": "x"}}, says="of the body"),
     Case("reserved-argument", "reserved_field", "vllm_xargs.steergate", None, {"vllm_xargs": {"steergate": "x"}}),
     Case(
         "reserved-beside-steering",

@@ -131,7 +131,14 @@ CAPABILITIES = {
     "sources": ["name", "inline"],
     "gates": True,
     "graph_mode": "in_graph",
-    "limits": {"vectors": 16, "gates": 2, "inline_bytes": 64, "graph_rank": 32},
+    "limits": {
+        "vectors": 16,
+        "gates": 2,
+        "inline_bytes": 64,
+        "graph_rank": 32,
+        "slots": 1023,
+        "pool_rows": {"hidden_states": 4095},
+    },
 }
 
 

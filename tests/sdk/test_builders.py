@@ -188,3 +188,12 @@ def test_reprs_are_readable():
         None, algorithm="moe_router", layers=[1], params={"mode": "soft", "expert_ids": [1]}, where=ANSWER
     )
     assert "params={'mode': 'soft', 'expert_ids': [1]}" in repr(router)
+
+
+def test_a_forgotten_step_is_named():
+    with pytest.raises(AttributeError, match=r"comes after \.scope\(\.\.\.\).*rest_of_request"):
+        When.probe("topic", threshold=1.0).add("calm")  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no attribute 'ad'"):
+        When.always().ad("calm")  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=r"not finished: say \.add"):
+        Steering().gate(When.always().scope("this_token"))  # type: ignore[arg-type]

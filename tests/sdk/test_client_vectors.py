@@ -183,7 +183,8 @@ def test_the_sdk_reads_what_the_server_answers():
     assert parse(Answer(200, {}, encode([info])), list[wire.VectorInfo])[0].kind == "probe"
     capabilities = registry.CapabilitiesAnswer(
         contract="1.0", model="m", hidden_width=4, layers=2, hooks=[], algorithms={}, sources=["name"], gates=True,
-        graph_mode="split", limits=registry.Limits(vectors=1, gates=1, inline_bytes=1, graph_rank=1),
+        graph_mode="split",
+        limits=registry.Limits(vectors=1, gates=1, inline_bytes=1, graph_rank=1, slots=1, pool_rows={}),
     )  # fmt: skip
     read = parse(Answer(200, {}, encode(capabilities)), wire.CapabilitiesAnswer)
     assert (read.graph_mode, read.gates_reason) == ("split", None)

@@ -121,7 +121,14 @@ class SteeredEngine(StockEngine):
         status = self.status()
         self.sites = tuple(Site(*entry) for entry in status["sites"])
         self.names = NameIndex(Spool(Path(self._folder.name)))
-        facts = ModelFacts("tiny", status["layers"], self.sites, Capacity(*status["capacity"]), self.config.graph_mode)
+        facts = ModelFacts(
+            "tiny",
+            status["layers"],
+            self.llm.model_config.get_hidden_size(),
+            self.sites,
+            Capacity(*status["capacity"]),
+            self.config.graph_mode,
+        )
         self.admission = Admission(self.config, facts, self.names)
         self._held: list[str] = []
 

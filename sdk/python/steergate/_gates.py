@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ._check import checked_gate, made
 from ._generated.models import (
@@ -37,6 +37,14 @@ class When:
     def __init__(self, when: AlwaysWhen | ProbeWhen) -> None:
         """Wrap a wire struct; `probe` and `always` are the usual ways to get one."""
         self._when = when
+
+    if not TYPE_CHECKING:  # type checkers say it by themselves
+
+        def __getattr__(self, name: str) -> Any:
+            if name in ("add", "attenuate", "observe"):
+                scopes = ", ".join(get_args(Scope))
+                raise AttributeError(f".{name}() comes after .scope(...): say how far it reaches, one of {scopes}")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def probe(
@@ -198,8 +206,10 @@ class Scoped:
 
 def refuse_unfinished(gate: object) -> None:
     """Raise TypeError for a gate that lacks a step."""
-    if isinstance(gate, When | Scoped):
+    if isinstance(gate, When):
         raise TypeError(f"{gate!r} is not finished: say .scope(...), then .add(...), .attenuate(...) or .observe()")
+    if isinstance(gate, Scoped):
+        raise TypeError(f"{gate!r} is not finished: say .add(...), .attenuate(...) or .observe()")
 
 
 def source_text(source: Any) -> str:

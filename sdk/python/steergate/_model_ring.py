@@ -22,6 +22,7 @@ from ._generated.models import (
     InlineVec,
     LinearPayload,
     LowRankPayload,
+    NamedVec,
     ProbeWhen,
     ReftPayload,
     RouterPayload,
@@ -78,6 +79,9 @@ class _Model:
             message = f"`{spec.algorithm}` is not enabled on this server. Enabled are {enabled}."
             yield Problem("algorithm_not_enabled", message, (*path, "algorithm"))
         steer = spec.steer
+        if isinstance(steer, NamedVec):
+            yield from self._named(steer, (*path, "steer"))
+            yield from self._layers(spec.layers, path)
         if isinstance(steer, InlineVec):
             yield from self._inline(steer.packed, (*path, "steer"), "packed")
         elif isinstance(steer, InlinePayload):
@@ -124,10 +128,24 @@ class _Model:
                 yield from self._site("router_logits", layer, at, at)
 
     def _gate(self, gate: SteeringGate, path: tuple[PathPart, ...]) -> Problems:
+        if isinstance(gate.when, ProbeWhen) and isinstance(gate.when.probe, NamedVec):
+            yield from self._named(gate.when.probe, (*path, "when", "probe"))
+        if isinstance(gate.apply, AddApply) and isinstance(gate.apply.steer, NamedVec):
+            yield from self._named(gate.apply.steer, (*path, "apply", "steer"))
         if isinstance(gate.when, ProbeWhen) and isinstance(gate.when.probe, InlineVec):
             yield from self._inline(gate.when.probe.packed, (*path, "when", "probe"), "packed")
         if isinstance(gate.apply, AddApply) and isinstance(gate.apply.steer, InlineVec):
             yield from self._inline(gate.apply.steer.packed, (*path, "apply", "steer"), "packed")
+
+    def _named(self, source: NamedVec, path: tuple[PathPart, ...]) -> Problems:
+        """Check the layers that are picked of a registered vector: it can have none that the model lacks."""
+        yield from self._layers(source.layers, path)
+
+    def _layers(self, layers: list[int] | None, path: tuple[PathPart, ...]) -> Problems:
+        for index, layer in enumerate(layers or ()):
+            if layer >= self._can.layers:
+                message = f"No vector has a row for layer {layer}: this model has layers 0 to {self._can.layers - 1}."
+                yield Problem("layer_not_in_payload", message, (*path, "layers", index))
 
     def _inline(self, packed: dict[str, SteeringHookPacked], path: tuple[PathPart, ...], member: str) -> Problems:
         yield from self._sources(path)

@@ -135,20 +135,18 @@ def show(variants: dict[str, Answers], prompts: list[dict[str, str]], facts: dic
         for name, answers in variants.items():
             print(f"  {name:<8}{answers.texts[index].strip()}", file=out)
         gate = gated.reports[index].choices[0].gates[0]
-        rows = f", rows {gate.first_fired} to {gate.last_fired}" if gate.fired else ""
-        print(f"  gate    fired at {gate.fired} of {gate.evaluated} rows{rows}", file=out)
+        rows = f" (first {gate.first_fired}, last {gate.last_fired})" if gate.fired else ""
+        print(f"  gate    fired at {gate.fired} of the {gate.evaluated} rows it looked at{rows}", file=out)
     here = [prompt["topic"] == topic for prompt in prompts]
     changed = [before != after for before, after in zip(plain.texts, gated.texts, strict=True)]
-    print(f"\npositive answers over {len(prompts)} prompts", file=out)
-    print(f"  plain   {share(plain.texts):4.0%}", file=out)
-    print(f"  steered {share(steered.texts):4.0%}", file=out)
     inside = [text for text, is_here in zip(gated.texts, here, strict=True) if is_here]
     before = [text for text, is_here in zip(plain.texts, here, strict=True) if is_here]
-    print(
-        f"  gated   {share(inside):4.0%} of those about the {topic} (plain {share(before):.0%}); of the other", file=out
-    )
     others = sum(change and not is_here for change, is_here in zip(changed, here, strict=True))
-    print(f"          {len(prompts) - sum(here)} answers, {others} changed", file=out)
+    rest = len(prompts) - sum(here)
+    print(f"\nPositive answers to {len(prompts)} prompts: plain {share(plain.texts):.0%},", end=" ", file=out)
+    print(f"steered {share(steered.texts):.0%}.", file=out)
+    print(f"Gated on the {topic}: {share(before):.0%} -> {share(inside):.0%} of those prompts;", end=" ", file=out)
+    print(f"{others} of the other {rest} answers changed.", file=out)
 
 
 def _sample(prompts: list[dict[str, str]], topic: str, negative: list[bool]) -> list[int]:

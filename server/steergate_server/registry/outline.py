@@ -23,9 +23,18 @@ class Outline(NamedTuple):
     metadata: dict[str, Any]
 
     @property
+    def own_width(self) -> int:
+        """Elements per row that a payload without sites works on; 0 for payloads with sites."""
+        return next((self.shapes[name][0] for name in _WIDTH_TENSORS if name in self.shapes), 0)
+
+    @property
     def sites(self) -> tuple[tuple[str, int], ...]:
         """(hook, layer) of every site that the payload names, in execution order."""
         return tuple(sorted(self.widths, key=lambda site: site_order(*site)))
+
+
+_WIDTH_TENSORS = ("weight", "projector1", "rotate_layer")
+"""Of the payloads that name no site, the tensor whose first dimension is the width of the rows it works on."""
 
 
 def outline(stored: StoredPayload) -> Outline:

@@ -19,7 +19,7 @@ from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.gates import gate_phases
 from steergate_server.runtime.lowering import lowering_problem
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName, VectorGroup, fingerprint
-from steergate_server.runtime.selection import has_generation_part, reachable_phases, select
+from steergate_server.runtime.selection import TooManySetsError, has_generation_part, reachable_phases, select
 from steergate_server.runtime.sources import (
     ModelFacts,
     ParamWriter,
@@ -103,7 +103,11 @@ class Admission:
                     f"The clause selects none of the prompt's {len(prompt)} rows, and no generated row.",
                     admitted.where(("vectors", admitted.numbers[number], "where")),
                 )
-        masks = selection.distinct()
+        try:
+            # Before anything is worked out for each of them.
+            masks = selection.distinct(self.facts.capacity.slots_per_request)
+        except TooManySetsError as error:
+            raise SteeringError("over_capacity", f"The request can never fit: {error}.", admitted.where(())) from None
         if self.config.graph_mode == "in_graph":
             for mask in masks:
                 self._check_lowering(plan, mask, admitted)
@@ -224,7 +228,7 @@ class Admission:
                     "layers_required", "The payload names no layer. Give `layers`.", where((*path, "layers"))
                 )
             sites = tuple((spec.hook or "post_block", layer) for layer in layers)
-            width = max(max(shape) for shape in source.outline.shapes.values())
+            width = source.outline.own_width
             for index, site in enumerate(sites):
                 steer = (*path, "steer")
                 place = Place((*path, "hook"), (*path, "layers", index) if spec.layers else steer, steer)

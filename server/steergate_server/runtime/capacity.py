@@ -22,16 +22,17 @@ class Capacity(NamedTuple):
     slots: int
     rows: dict[str, int]
 
+    @property
+    def slots_per_request(self) -> int:
+        """How many of the slots one request may have: a share, so that it cannot keep everybody else waiting."""
+        return min(self.slots, max(64, self.slots // 4))
+
 
 class Demand(NamedTuple):
     """What a request needs: the slots by their content, and pool rows by (component, content) with their number."""
 
     slots: frozenset[Hashable]
     rows: Mapping[tuple[str, Hashable], int]
-
-    def fits(self, capacity: Capacity) -> bool:
-        """Whether an engine that holds nothing else could take it."""
-        return not shortage(len(self.slots), rows_by_component(self.rows), capacity)
 
 
 def shortage(slots: int, rows: Mapping[str, int], capacity: Capacity) -> str | None:

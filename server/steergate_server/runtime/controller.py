@@ -373,9 +373,30 @@ class Controller:
             change = change * weight[:, :1]
         for lane in range(1, used):
             change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
-        hidden[active] = (hidden[active].float() + change).to(hidden.dtype)
+        changed = (hidden[active].float() + change).to(hidden.dtype)
+        if not bool(self._in_range(changed).all()):
+            changed = self._refuse_overflow(hidden[active], changed, slots)
+        hidden[active] = changed
         if self.trace is not None:
             self.trace.record(self.sites[site], active, slots, touched[active], weight)
+
+    @staticmethod
+    def _in_range(rows: torch.Tensor) -> torch.Tensor:
+        """Whether each row [n] is finite and leaves later layers room to add to it. float16 has none to give."""
+        largest = torch.finfo(rows.dtype).max
+        # NaN compares as False.
+        return (rows.abs() <= (largest if rows.dtype == torch.float16 else largest / 16)).all(dim=1)
+
+    def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Leave rows [n, width] that would leave the range as they were; fail the requests of their slots [n, lanes].
+
+        Not only for their own sake: the keys and values of such a row would stay behind in freed KV blocks, where an
+        attention that multiplies them by zero makes a neighbour's answer NaN, too.
+        """
+        spoiled = ~self._in_range(changed) & self._in_range(before)
+        for slot in set(slots[spoiled].flatten().tolist()) - {0}:
+            self.book.faults[slot] = "The steered row left the range of the model's numbers. Use smaller numbers."
+        return torch.where(spoiled.unsqueeze(1), before, changed)
 
     def end_step(self) -> dict[str, Evidence]:
         """Advance the gates' state after the forward; return the evidence of requests that want a report.

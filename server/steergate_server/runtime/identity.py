@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from steergate_server.runtime.plan import Plan, fingerprint
 from steergate_server.runtime.selection import ignores_phase, select
@@ -14,24 +14,56 @@ _TAG = b"steergate/kv/1\0"
 def first_changed_row(plan: Plan, prompt: Sequence[int], max_length: int) -> int | None:
     """The first row whose KV the plan can change, for a prompt of token ids; None if it can change none."""
     end = len(prompt) - 1
-    rows = [end + 1 if gate.at == "generated" else end for gate in plan.gates]
+    rows = [end + 1 if gate.at == "generated" else end for gate in plan.gates if gate.apply != "observe"]
     if plan.vectors:
         row = select([vector.where for vector in plan.vectors], prompt, max_length).first_row(len(prompt))
         rows += [] if row is None else [row]
     return min(rows, default=None)
 
 
-def cache_identity(plan: Plan, prompt_length: int, *, bridge: str = "", epoch: int = 0) -> bytes:
+def cache_identity(plan: Plan, prompt_length: int, *, bridge: str = "") -> bytes:
     """32 bytes that stand for what the plan does to a request with this prompt length.
 
     The prompt length enters only where the effect depends on where the prompt ends; otherwise a later turn may reuse
-    the blocks of an earlier answer. `epoch` changes when a steered request failed in the engine: its blocks may hold
-    KV that the plan did not make, and nothing may find them again.
+    the blocks of an earlier answer.
     """
     phase_free = not plan.gates and all(ignores_phase(vector.where) for vector in plan.vectors)
-    parts = (fingerprint(plan), "" if phase_free else str(prompt_length), bridge, str(epoch))
+    parts = (fingerprint(plan), "" if phase_free else str(prompt_length), bridge)
     # Joined by a byte that no part can hold: parts must not be able to imitate each other.
     return hashlib.sha256(_TAG + "\0".join(parts).encode()).digest()
+
+
+class Epochs:
+    """Replaces identities whose blocks may hold KV that their plan did not make: those of requests that failed.
+
+    It remembers the last `limit` of them. To forget one could bring its blocks back, so before that every identity is
+    replaced at once.
+    """
+
+    def __init__(self, limit: int = 4096) -> None:
+        self._limit = limit
+        self._general = 0
+        self._epoch: dict[bytes, int] = {}
+        self._origin: dict[bytes, bytes] = {}
+
+    def current(self, identity: bytes) -> bytes:
+        """What stands for an identity now."""
+        epoch = self._epoch.get(identity, 0)
+        if not epoch and not self._general:
+            return identity
+        replaced = hashlib.sha256(_TAG + identity + f"{self._general}\0{epoch}".encode()).digest()
+        self._origin[replaced] = identity
+        return replaced
+
+    def advance(self, identities: Iterable[bytes]) -> None:
+        """Replace identities, given as `current` gave them."""
+        for given in identities:
+            identity = self._origin.get(given, given)
+            self._epoch[identity] = self._epoch.get(identity, 0) + 1
+        if len(self._epoch) > self._limit:
+            self._general += 1
+            self._epoch.clear()
+            self._origin.clear()
 
 
 def tagged_hash(block_hash: bytes, identity: bytes) -> bytes:

@@ -24,6 +24,10 @@ _PHASE_WORDS = ("prompt", "generation", "answer")
 _TOKEN_CLAUSES = ("generation_tokens", "exclude_generation_tokens")
 
 
+class TooManySetsError(ValueError):
+    """Clauses that cut the rows of a request into more sets of vectors than it may have."""
+
+
 class Selection(NamedTuple):
     """Masks by row. `prompt` [P]. A generated position j past the end of the arrays reads their last element.
 
@@ -53,17 +57,19 @@ class Selection(NamedTuple):
         masks: Mask = (certain | (possible & included)) & ~excluded
         return masks
 
-    def distinct(self) -> list[int]:
-        """Every mask that some row can have, 0 left out, sorted."""
-        found = set(self.prompt.tolist())
+    def distinct(self, limit: int | None = None) -> list[int]:
+        """Every mask that some row can have, 0 left out, sorted.
+
+        limit: raise TooManySetsError as soon as more are found: clauses can be made to cut rows into very many sets.
+        """
+        found = set(self.prompt.tolist()) - {0}
         pairs = set(zip(self.certain.tolist(), self.possible.tolist(), strict=True))
         signatures = {(0, 0), *zip(self.included.tolist(), self.excluded.tolist(), strict=True)}
-        found |= {
-            (certain | (possible & included)) & ~excluded
-            for certain, possible in pairs
-            for included, excluded in signatures
-        }
-        return sorted(found - {0})
+        for certain, possible in pairs:
+            found |= {(certain | (possible & included)) & ~excluded for included, excluded in signatures} - {0}
+            if limit is not None and len(found) > limit:
+                raise TooManySetsError(f"the clauses cut the rows into more than {limit} different sets of vectors")
+        return sorted(found)
 
     def first_row(self, prompt_length: int) -> int | None:
         """The first row that can be selected, or None if none ever is."""

@@ -14,7 +14,16 @@ from steergate_server.runtime.plan import SiteName
 from steergate_server.runtime.sites import Site
 from steergate_server.schema.errors import PathPart, SteeringError, format_path
 from steergate_server.schema.hooks import HOOKS
-from steergate_server.schema.payloads import ConceptPairPayload, DirectionPayload, Payload, RouterPayload
+from steergate_server.schema.payloads import (
+    ConceptPairPayload,
+    DirectionPayload,
+    LinearPayload,
+    LowRankPayload,
+    PackedTensor,
+    Payload,
+    ReftPayload,
+    RouterPayload,
+)
 from steergate_server.schema.requests import InlinePayload, InlineVec, NamedVec
 from steergate_server.schema.words import VectorKind
 
@@ -23,11 +32,13 @@ ParamWriter = Callable[[Path], str]
 
 
 class ModelFacts(NamedTuple):
-    """What admission knows of the served model: its name, its number of blocks, the sites that carry ops, what an
+    """What admission knows of the served model: its name, its number of blocks, the width of its
+    residual stream, the sites that carry ops, what an
     engine process has room for, and how steering runs inside it."""
 
     name: str
     layers: int
+    hidden_width: int
     sites: tuple[Site, ...]
     capacity: Capacity
     graph_mode: Literal["eager", "split", "in_graph"] = "in_graph"
@@ -110,6 +121,15 @@ class Sources:
             for layer in payload.layers:
                 at = (*path, "layers", layer)
                 self.check_site(("router_logits", int(layer)), 0, where, Place(at, at, at))
+        else:
+            member, tensor = _width_tensor(payload)
+            if tensor.shape[0] != self._facts.hidden_width:
+                raise SteeringError(
+                    "width_mismatch",
+                    f"`{member}` has {tensor.shape[0]} rows; the residual stream of this model is "
+                    f"{self._facts.hidden_width} wide.",
+                    where((*path, member, "shape", 0)),
+                )
 
     def _check_packed(self, packed: object, path: Path, where: ParamWriter) -> None:
         assert isinstance(packed, dict)
@@ -150,6 +170,15 @@ class Sources:
             f"Hook `{hook}` carries no steering on this server, which has {declared}. Its operator declares hooks with "
             "--steer-hooks."
         )
+
+
+def _width_tensor(payload: LinearPayload | LowRankPayload | ReftPayload) -> tuple[str, PackedTensor]:
+    """The tensor whose first dimension is the width of the rows that a payload without sites works on."""
+    if isinstance(payload, LinearPayload):
+        return "weight", payload.weight
+    if isinstance(payload, LowRankPayload):
+        return "projector1", payload.projector1
+    return "rotate_layer", payload.rotate_layer
 
 
 class Place(NamedTuple):

@@ -40,6 +40,8 @@ class AnswerEditor:
         self._head: Message | None = None
         self._streaming = False
         self._closed = False
+        self.complete = False
+        """Whether the whole answer was sent."""
         self._body: list[bytes] = []
         self._first_event: bytes | None = None
 
@@ -53,6 +55,10 @@ class AnswerEditor:
             self._streaming = content_type.startswith(b"text/event-stream")
         elif message["type"] != "http.response.body":
             await self._send(message)
+        elif self._is_unsteered():
+            await self._send_failure(
+                SteeringError("algorithm_failed", "The request was answered without its steering.", "steering")
+            )
         elif self._call.failure is not None:
             await self._send_failure(self._call.failure)
         elif self._streaming:
@@ -60,8 +66,12 @@ class AnswerEditor:
         else:
             await self._collect(message)
 
+    def _is_unsteered(self) -> bool:
+        """An answer that no steered engine request stands behind must not go out as one."""
+        return self._head is not None and 200 <= self._head["status"] < 300 and not self._call.reached_engine
+
     async def _send_failure(self, failure: SteeringError) -> None:
-        self._closed = True
+        self._closed = self.complete = True
         if self._head is not None:
             await send_error(self._send, failure)
             return
@@ -92,6 +102,7 @@ class AnswerEditor:
             body = _with_member(body, encode(self._call.report()))
         await self._send_head(len(body))
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        self.complete = True
 
     # A stream ---------------------------------------------------------------------------------------------------
 
@@ -107,6 +118,7 @@ class AnswerEditor:
             if body.startswith(_DONE, start):
                 body = body[:start] + self._report_event() + body[start:]
         await self._send({**message, "body": body})
+        self.complete = not message.get("more_body", False)
 
     def _report_event(self) -> bytes:
         """One more chunk, without choices, that carries the report."""

@@ -37,6 +37,11 @@ class SteeredCall:
         """Whether the client asked for a report."""
         return self.admitted.plan.report != "none"
 
+    @property
+    def reached_engine(self) -> bool:
+        """Whether any engine request was made for it."""
+        return bool(self._choices)
+
     def open_choice(self) -> int:
         """A new engine request starts; returns its choice index. Engine requests start in the order of the prompts."""
         self._choices.append(_Choice())

@@ -7,6 +7,7 @@ from importlib import metadata
 
 from packaging.specifiers import SpecifierSet
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -57,11 +58,16 @@ def check_config(config: VllmConfig) -> None:
     """Raise IncompatibleVllmError for configurations whose rows are cut or reordered inside the forward."""
     parallel = config.parallel_config
     refused = {
+        # The op branches on the host, so a captured CUDA graph would replay it idle.
+        "a platform other than CPU": not current_platform.is_cpu(),
         # Its methods are others: the runner mixin would never be called, and every request would run unsteered.
         "the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1)": config.use_v2_model_runner,
         "dual-batch overlap (--enable-dbo, --ubatch-size)": parallel.enable_dbo or parallel.ubatch_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        "sequence-parallel passes": bool(getattr(config.compilation_config.pass_config, "enable_sp", False)),
+        "sequence parallelism of experts": parallel.use_sequence_parallel_moe,
+        "fast prefill over shared KV (--kv-sharing-fast-prefill)": config.cache_config.kv_sharing_fast_prefill,
+        "data parallelism": parallel.data_parallel_size > 1,
+        "several API server processes": parallel._api_process_count > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "tensor parallelism": parallel.tensor_parallel_size > 1,
         "speculative decoding": config.speculative_config is not None,

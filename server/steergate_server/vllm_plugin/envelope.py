@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from difflib import SequenceMatcher
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +21,9 @@ MEMBERS = ("steering", "conversation_id")
 
 _CARRIERS = ("vllm_xargs", "extra_args", "kv_transfer_params", "sampling_params", "ec_transfer_params")
 """vLLM's members through which a client could reach the engine's arguments."""
+
+_MISPLACED = ("gate", "gates", "vectors", "inherit_default")
+"""Members of a steering request that vLLM does not have: at the top level they would be ignored."""
 
 _decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
@@ -110,10 +114,13 @@ def _refuse_look_alikes(members: dict[str, msgspec.Raw]) -> None:
             raise SteeringError("unknown_field", f"There is no member `{name}`. {nearest}", name)
 
 
+@lru_cache(maxsize=1024)
 def _nearest_member(name: str) -> str | None:
     """Advice for a member that looks like one of ours but is not, or None."""
     if name in MEMBERS or name == "conversation":
         return None
+    if name in _MISPLACED:
+        return "It belongs inside of `steering`."
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
     if "report" in plain and "steer" in plain:
         return "Ask for a report with `report` inside of `steering`."
@@ -129,6 +136,12 @@ def _nearest_member(name: str) -> str | None:
 def _refuse_reserved(members: dict[str, msgspec.Raw]) -> None:
     for carrier in _CARRIERS:
         raw = bytes(members.get(carrier, b"null"))
+        if raw.startswith(b"{") and any(member in json.loads(raw) for member in MEMBERS):
+            raise SteeringError(
+                "unknown_field",
+                f"`steering` and `conversation_id` are members of the body, not of `{carrier}`.",
+                carrier,
+            )
         if PLAN_KEY.encode() not in raw and b"\\u" not in raw:
             continue  # a look at the bytes spares the parse
         for path in _paths_of_key(json.loads(raw)):

@@ -51,6 +51,7 @@ class SteerGateEndpoint:
         facts = ModelFacts(
             name=args.served_model_name[0] if args.served_model_name else args.model,
             layers=statuses[0]["layers"],
+            hidden_width=engine_client.model_config.get_hidden_size(),
             sites=sites,
             capacity=Capacity(*statuses[0]["capacity"]),
             graph_mode=config.graph_mode,

@@ -68,7 +68,7 @@ def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
         raise SteeringError("steering_not_supported_here", "Only text generation can be steered.", "steering")
     if hasattr(prompt, "__anext__"):
         raise SteeringError("steering_not_supported_here", "Streaming input cannot be steered.", "steering")
-    if not isinstance(prompt, dict) or not prompt.get("prompt_token_ids"):
+    if not isinstance(prompt, dict) or not prompt.get("prompt_token_ids") or "prompt_embeds" in prompt:
         raise SteeringError(
             "steering_not_supported_here", "Only prompts of tokens can be steered, not prompt embeddings.", "steering"
         )

@@ -5,7 +5,9 @@ It knows the closed list of routes that carry steering. On every other route our
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,6 +31,8 @@ CARRYING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 _OWN_ROUTES = "/v1/steering/"
 
+_ABORT_GRACE_SECONDS = 5.0
+
 _OTHER_BYTES = 64 * 2**20
 """Room for the rest of a body (prompts, images) beside the inline numbers."""
 
@@ -46,7 +50,7 @@ class SteeringMiddleware:
             await self._app(scope, receive, send)
             return
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if scope["method"] != "POST" or path.startswith(_OWN_ROUTES) or self._state.admission is None:
+        if scope["method"] != "POST" or path.startswith(_OWN_ROUTES):
             await self._app(scope, receive, send)
             return
         try:
@@ -71,6 +75,8 @@ class SteeringMiddleware:
         return self._admit(envelope), envelope.body
 
     def _admit(self, envelope: Envelope) -> SteeredCall | None:
+        if self._state.admission is None:
+            raise SteeringError("steering_not_supported_here", "The engine is not up yet. Send the request again.")
         conversation = decode_conversation_id(envelope.conversation_id or b"null")
         raw = envelope.steering or b"null"
         limit = self._state.config.max_inline_bytes
@@ -109,7 +115,9 @@ class SteeringMiddleware:
         finally:
             current_call.reset(token)
             assert self._state.admission is not None
-            self._state.admission.release(call.admitted.digests)
+            release = partial(self._state.admission.release, call.admitted.digests)
+            # After a disconnect the engine may start the request before it hears of the abort, and wants its numbers.
+            asyncio.get_running_loop().call_later(0 if editor.complete else _ABORT_GRACE_SECONDS, release)
 
 
 class MiddlewareState:

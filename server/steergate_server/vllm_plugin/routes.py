@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from typing import Any, cast
 
@@ -16,12 +17,13 @@ from steergate_server.runtime.front_config import FrontConfig
 from steergate_server.schema.decode import decode, encode
 from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.hooks import HOOK_COMPONENTS, HOOKS, Component
-from steergate_server.schema.payloads import DirectionPayload
+from steergate_server.schema.payloads import DirectionPayload, Payload
 from steergate_server.schema.registry import (
     AlgorithmInfo,
     CapabilitiesAnswer,
     HookInfo,
     Limits,
+    RegisterAnswer,
     RegisterRequest,
     UnregisterAnswer,
     UnregisterRequest,
@@ -84,11 +86,14 @@ class Routes:
         payload = DirectionPayload(packed=body.packed) if body.packed is not None else body.payload
         assert payload is not None
         prefix = "" if body.packed is not None else "payload"
-        names = self._admission.names
+        # Hashing and syncing to disk must not hold up the streams of everybody else.
+        return await asyncio.to_thread(self._register, body, payload, prefix)
+
+    def _register(self, body: RegisterRequest, payload: Payload, prefix: str) -> RegisterAnswer:
         # The numbers first: a payload whose shape is off has no sites to speak of.
         canonical(payload, prefix)
         self._admission.check_registered(payload, tuple(filter(None, [prefix])))
-        return names.register(body.name, body.kind, payload, body.metadata, body.replace, prefix)
+        return self._admission.names.register(body.name, body.kind, payload, body.metadata, body.replace, prefix)
 
     async def unregister(self, request: Request) -> UnregisterAnswer:
         """`POST /v1/steering/vectors/unregister`."""
@@ -112,10 +117,10 @@ class Routes:
             given = token if scheme.lower() == "bearer" else None
         # Every key is compared, in constant time, so that the time tells nothing.
         matches = [hmac.compare_digest((given or "").encode(), key.encode()) for key in config.keys]
-        if given is None or not any(matches):
-            raise SteeringError(
-                "unauthorized", "A valid steering key is required in the header X-Steering-API-Key.", None
-            )
+        if given is None:
+            raise SteeringError("unauthorized", "No steering key was sent. Send it in the header X-Steering-API-Key.")
+        if not any(matches):
+            raise SteeringError("unauthorized", "The steering key is not one of this server's.")
 
 
 def capabilities_answer(admission: Admission, config: FrontConfig, contract: str) -> CapabilitiesAnswer:
@@ -125,7 +130,7 @@ def capabilities_answer(admission: Admission, config: FrontConfig, contract: str
     return CapabilitiesAnswer(
         contract=contract,
         model=facts.name,
-        hidden_width=next(iter(widths.values())),
+        hidden_width=facts.hidden_width,
         layers=facts.layers,
         hooks=[
             HookInfo(

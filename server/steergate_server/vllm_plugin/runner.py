@@ -129,12 +129,12 @@ class SteeringRunnerMixin:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         batch = self.input_batch  # type: ignore[attr-defined]
         count = batch.num_reqs
-        geometry = StepGeometry(
-            list(batch.req_ids[:count]),
-            num_scheduled_tokens.astype("int64"),
-            batch.num_computed_tokens_cpu[:count].astype("int64"),
-        )
         try:
+            geometry = StepGeometry(
+                list(batch.req_ids[:count]),
+                num_scheduled_tokens.astype("int64"),
+                batch.num_computed_tokens_cpu[:count].astype("int64"),
+            )
             self.steering.begin_step(geometry)
         except Exception:
             self._abandon("The steering of a step could not be laid out. The server's log says why.")

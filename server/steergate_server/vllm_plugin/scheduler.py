@@ -20,7 +20,7 @@ from steergate_server.algorithms.extensions import load_extensions
 from steergate_server.runtime.books import RequestBook
 from steergate_server.runtime.capacity import Capacity, Demand, Ledger, demand_of
 from steergate_server.runtime.config import engine_config
-from steergate_server.runtime.identity import cache_identity, first_changed_row, tagged_extension
+from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row, tagged_extension
 from steergate_server.runtime.plan import Plan, decode_plan
 from steergate_server.schema.errors import SteeringError
 from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, PLAN_KEY, STEP_ATTRIBUTE, StepResult, plan_bytes
@@ -66,7 +66,7 @@ class SteeringSchedulerMixin:
         super().__init__(*args, **kwargs)
         self._steered: dict[str, _Steered] = {}
         self._steering_failures: dict[str, Failure] = {}
-        self._steering_epoch = 0
+        self._epochs = Epochs()
         self._steering_step = 0
         load_extensions()
         config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
@@ -106,8 +106,9 @@ class SteeringSchedulerMixin:
         self._identify(steered)
 
     def _identify(self, steered: _Steered) -> None:
-        """Key a request's blocks by what its plan does, in the present epoch."""
-        steered.identity = cache_identity(steered.plan, steered.request.num_prompt_tokens, epoch=self._steering_epoch)
+        """Key a request's blocks by what its plan does."""
+        identity = cache_identity(steered.plan, steered.request.num_prompt_tokens)
+        steered.identity = self._epochs.current(identity)
         if steered.first_block is not None:
             _mix_identity(steered.request, steered.plain, steered.first_block, steered.identity)
 
@@ -247,9 +248,13 @@ class SteeringSchedulerMixin:
         Later requests are keyed anew, and so are those that wait. One that has the same key and started no earlier may
         have read them already, so it fails, too.
         """
-        failed = [self._steered[request_id] for request_id in self._steering_failures if request_id in self._steered]
-        since = {steered.identity: steered.started or 0 for steered in failed}
-        self._steering_epoch += 1
+        since: dict[bytes, int] = {}
+        for request_id in self._steering_failures:
+            steered = self._steered.get(request_id)
+            if steered is not None:
+                started = self._steering_step if steered.started is None else steered.started
+                since[steered.identity] = min(started, since.get(steered.identity, started))
+        self._epochs.advance(since)
         for request_id, steered in self._steered.items():
             if steered.started is None:
                 self._identify(steered)

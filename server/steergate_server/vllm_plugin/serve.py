@@ -25,13 +25,14 @@ from steergate_server.schema.hooks import HOOKS
 DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 
 DEMO_DEFAULTS = {
+    "--host": "127.0.0.1",
     "--served-model-name": "demo",
     "--dtype": "float32",
     "--max-num-seqs": "64",
     "--kv-cache-memory-bytes": str(256 * 2**20),
     "--enforce-eager": None,
 }
-"""vLLM flags that suit the small model: up in seconds, and little memory."""
+"""vLLM flags that suit the small model: for this machine alone, up in seconds, and little memory."""
 
 _PLUGIN_GROUPS = (
     "vllm.general_plugins",

@@ -44,6 +44,7 @@ VLLM_FLAGS = {
     "--api-key",
     "--enable-dbo",
     "--ubatch-size",
+    "--kv-sharing-fast-prefill",
     "--kv-transfer-config",
 }
 """vLLM's own flags that the pages speak of."""

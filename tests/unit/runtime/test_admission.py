@@ -33,7 +33,7 @@ def admission(tmp_path: Path) -> Admission:
     for name, rows in {"one": packed(1), "two": packed(2), "zero": zero}.items():
         names.register(name, "steer", msgspec.convert({"kind": "direction", "packed": rows}, payloads.DirectionPayload))
     capacity = Capacity(3, {"hidden_states": 5, "router_logits": 9})
-    return Admission(config, ModelFacts("m", 4, tuple(sites), capacity), names)
+    return Admission(config, ModelFacts("m", 4, WIDTH, tuple(sites), capacity), names)
 
 
 def vector(name: str, where: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
@@ -114,6 +114,35 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "steering",
     ),
 }
+
+
+def test_clauses_that_cut_rows_into_very_many_sets_are_refused_at_once(admission: Admission) -> None:
+    positions = [[row for row in range(4096) if row >> bit & 1] for bit in range(12)]
+    request = {
+        "vectors": [vector("one", {"generation_positions": rows}, scale=1.0 + n) for n, rows in enumerate(positions)]
+    }
+    facts = admission.facts._replace(capacity=Capacity(4095, {"hidden_states": 1 << 20}))
+    roomy = Admission(admission.config, facts, admission.names)
+    decoded = decode_steering(encode(request))
+    assert decoded
+    admitted = roomy.admit(decoded)
+    with pytest.raises(SteeringError, match="more than 1023 different sets") as refused:
+        roomy.admit_prompt(admitted, [1, 2, 3], 5000)
+    assert refused.value.code == "over_capacity"
+    roomy.release(admitted.digests)
+
+
+def test_a_transposed_payload_is_refused(admission: Admission) -> None:
+    transposed = {"dtype": "float32", "shape": [2, 4], "data": "AAAAAAAA" * 5 + "AAA="}
+    payload = {"kind": "lowrank", "projector1": transposed, "projector2": transposed}
+    steer = {"kind": "payload", "payload": payload}
+    with pytest.raises(SteeringError) as refused:
+        decide(
+            admission,
+            {"vectors": [{"steer": steer, "algorithm": "lm_steer", "layers": [1], "where": {"prompt": "all"}}]},
+        )
+    assert refused.value.code == "width_mismatch"
+    assert refused.value.param == "steering.vectors[0].steer.payload.projector1.shape[0]"
 
 
 @pytest.mark.parametrize("name", REFUSED)

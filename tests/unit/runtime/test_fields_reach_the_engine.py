@@ -162,7 +162,7 @@ def admission(tmp_path: Path) -> Admission:
     for name, seed in (("both", 8), ("other", 9)):
         rows = packed(seed, hook="pre_attn") | packed(seed + 10)
         names.register(name, "steer", msgspec.convert({"kind": "direction", "packed": rows}, payloads.DirectionPayload))
-    return Admission(config, ModelFacts("m", 4, sites, Capacity(8, {"hidden_states": 99})), names)
+    return Admission(config, ModelFacts("m", 4, WIDTH, sites, Capacity(8, {"hidden_states": 99})), names)
 
 
 def shipped(admission: Admission, request: dict[str, Any]) -> tuple[bytes, str]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from steergate_server.runtime.identity import cache_identity, first_changed_row, tagged_extension, tagged_hash
+from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row, tagged_extension, tagged_hash
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, VectorGroup, decode_plan, encode_plan
 from steergate_server.schema.requests import Where
 
@@ -150,7 +150,7 @@ def test_other_content_has_another_identity():
         plan(),
     ]
     found = [cache_identity(one, 7) for one in plans]
-    found += [cache_identity(plans[0], 7, bridge="x"), cache_identity(plans[0], 7, epoch=1)]
+    found += [cache_identity(plans[0], 7, bridge="x")]
     assert len(set(found)) == len(found)
 
 
@@ -188,3 +188,19 @@ def test_the_prompts_length_matters_where_the_phase_does(one, free):
 )
 def test_the_first_row_that_changes(one, row):
     assert first_changed_row(one, [10, 11, 12, 13], 20) == row
+
+
+def test_epochs_replace_the_identities_of_failed_requests_alone() -> None:
+    epochs = Epochs(limit=3)
+    names = [bytes([number]) * 32 for number in range(6)]
+    assert [epochs.current(name) for name in names] == names
+    epochs.advance([names[0]])
+    once = epochs.current(names[0])
+    assert once != names[0]
+    assert [epochs.current(name) for name in names[1:]] == names[1:]
+    epochs.advance([once])
+    assert epochs.current(names[0]) not in (names[0], once)
+    seen = {epochs.current(name) for name in names} | {names[0], once}
+    for name in names[1:5]:  # more than it remembers: everything is replaced, nothing comes back
+        epochs.advance([epochs.current(name)])
+    assert not {epochs.current(name) for name in names} & seen
