@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -96,3 +98,15 @@ def test_the_console_script_is_the_same_program() -> None:
     assert ended.stdout.startswith("usage: steergate-serve MODEL")
     for flag in ("--steer-hooks", "--steer-algorithms", "--steering-api-key", "--max-gates-per-request"):
         assert flag in ended.stdout
+
+
+def test_spools_of_killed_servers_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", "pass"])
+    ended.wait()
+    gone, kept = tmp_path / f"steergate-spool-{ended.pid}-a", tmp_path / f"steergate-spool-{os.getpid()}-b"
+    other = tmp_path / "steergate-spool-notes-c"
+    for folder in (gone, kept, other):
+        folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    serve._sweep_spools()
+    assert [folder.exists() for folder in (gone, kept, other)] == [False, True, True]

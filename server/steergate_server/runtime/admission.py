@@ -111,7 +111,7 @@ class Admission:
         if self.config.graph_mode == "in_graph":
             for mask in masks:
                 self._check_lowering(plan, mask, admitted)
-        demand = demand_of(plan, prompt, max_length, in_graph=self.config.graph_mode == "in_graph")
+        demand = demand_of(plan, selection, in_graph=self.config.graph_mode == "in_graph")
         problem = shortage(len(demand.slots), rows_by_component(demand.rows), self.facts.capacity)
         if problem is not None:
             raise SteeringError("over_capacity", f"The request can never fit: {problem}.", admitted.where(()))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from steergate_server.algorithms.registry import get_algorithm
 from steergate_server.runtime.plan import Plan, PlannedVector, SiteName
-from steergate_server.runtime.selection import select
+from steergate_server.runtime.selection import Selection
 from steergate_server.schema.hooks import HOOK_COMPONENTS
 
 
@@ -54,17 +54,15 @@ def rows_by_component(rows: Mapping[tuple[str, Hashable], int]) -> Counter[str]:
     return total
 
 
-def demand_of(plan: Plan, prompt: Sequence[int], max_length: int, *, in_graph: bool) -> Demand:
-    """What a plan needs for a prompt of token ids. in_graph: static vectors live in tables, not in programs."""
+def demand_of(plan: Plan, selection: Selection, *, in_graph: bool) -> Demand:
+    """What a plan needs, given what its vectors select. in_graph: static vectors live in tables, not in programs."""
     slots: set[Hashable] = set()
     rows: dict[tuple[str, Hashable], int] = {}
-    if plan.vectors:
-        selection = select([vector.where for vector in plan.vectors], prompt, max_length)
-        for mask in selection.distinct():
-            at_sites = plan.at_sites(mask)
-            slots.add(_content(at_sites))
-            if in_graph:
-                rows |= _rows(at_sites)
+    for mask in selection.distinct():
+        at_sites = plan.at_sites(mask)
+        slots.add(_content(at_sites))
+        if in_graph:
+            rows |= _rows(at_sites)
     for gate in plan.gates:
         if gate.apply == "add":
             content = ("direct", gate.steer_digest, gate.strength)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from steergate_server.runtime.plan import Plan, fingerprint
-from steergate_server.runtime.selection import ignores_phase, select
+from steergate_server.runtime.selection import Selection, ignores_phase
 
 _TAG = b"steergate/kv/1\0"
 
 
-def first_changed_row(plan: Plan, prompt: Sequence[int], max_length: int) -> int | None:
-    """The first row whose KV the plan can change, for a prompt of token ids; None if it can change none."""
-    end = len(prompt) - 1
+def first_changed_row(plan: Plan, selection: Selection) -> int | None:
+    """The first row whose KV the plan can change, given what its vectors select; None if it can change none."""
+    end = len(selection.prompt) - 1
     rows = [end + 1 if gate.at == "generated" else end for gate in plan.gates if gate.apply != "observe"]
-    if plan.vectors:
-        row = select([vector.where for vector in plan.vectors], prompt, max_length).first_row(len(prompt))
-        rows += [] if row is None else [row]
+    row = selection.first_row(end + 1)
+    rows += [] if row is None else [row]
     return min(rows, default=None)
 
 

@@ -12,7 +12,7 @@ from steergate_server.runtime.selection import PHASES, Selection
 
 
 class RowSlots:
-    """Slots by row. `by_phase` [PHASES] int32 holds where `exact` is False; `rows` answers otherwise.
+    """Slots by row. `rows` answers for any; `by_phase` [PHASES] int32 where no clause knows more than the phase.
 
     A generated row whose slot depends on its token is answered on the device, by `conditioned`: under asynchronous
     scheduling the host does not know the token yet.
@@ -21,7 +21,6 @@ class RowSlots:
     def __init__(self, selection: Selection, slot_of: Mapping[int, int], *, exact: bool, device: torch.device) -> None:
         masks = sorted(slot_of)
         slots = [slot_of[mask] for mask in masks]
-        self.exact = exact
         self.depends_on_token = bool(len(selection.tokens))
         self._masks, self._slots = np.asarray(masks, dtype=np.int64), np.asarray(slots, dtype=np.int32)
         self._prompt = self._lookup(selection.prompt)

@@ -33,6 +33,9 @@ _OWN_ROUTES = "/v1/steering/"
 
 _ABORT_GRACE_SECONDS = 5.0
 
+_LARGE_BODY = 2**18
+"""Bytes from which a body is opened in a thread."""
+
 _OTHER_BYTES = 64 * 2**20
 """Room for the rest of a body (prompts, images) beside the inline numbers."""
 
@@ -54,10 +57,14 @@ class SteeringMiddleware:
             await self._app(scope, receive, send)
             return
         try:
-            body = await _read_body(receive, scope, self._state.config.max_inline_bytes)
-            if body is None:  # the client went away
+            received = await _read_body(receive, scope, self._state.config.max_inline_bytes)
+            if received is None:  # the client went away
                 return
-            call, body = self._open(path, scope, body)
+            if len(received) > _LARGE_BODY:
+                # Decoding and hashing many numbers must not hold up the streams of everybody else.
+                call, body = await asyncio.to_thread(self._open, path, scope, received)
+            else:
+                call, body = self._open(path, scope, received)
         except SteeringError as error:
             await send_error(send, error)
             return

@@ -22,6 +22,7 @@ from steergate_server.runtime.capacity import Capacity, Demand, Ledger, demand_o
 from steergate_server.runtime.config import engine_config
 from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row, tagged_extension
 from steergate_server.runtime.plan import Plan, decode_plan
+from steergate_server.runtime.selection import select
 from steergate_server.schema.errors import SteeringError
 from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, PLAN_KEY, STEP_ATTRIBUTE, StepResult, plan_bytes
 
@@ -98,8 +99,9 @@ class SteeringSchedulerMixin:
 
     def _admit(self, request: Request, plan: Plan) -> None:
         prompt, longest = request.prompt_token_ids or (), self.max_model_len  # type: ignore[attr-defined]
-        demand = demand_of(plan, prompt, longest, in_graph=self._steering_in_graph)
-        row = first_changed_row(plan, prompt, longest)
+        selection = select([vector.where for vector in plan.vectors], prompt, longest)
+        demand = demand_of(plan, selection, in_graph=self._steering_in_graph)
+        row = first_changed_row(plan, selection)
         first_block = None if row is None else row // self.hash_block_size  # type: ignore[attr-defined]
         steered = _Steered(request, plan, demand, first_block)
         self._steered[request.request_id] = steered

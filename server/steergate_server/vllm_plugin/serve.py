@@ -42,6 +42,8 @@ _PLUGIN_GROUPS = (
     "vllm.endpoint_plugins",
 )
 
+_SPOOL_PREFIX = "steergate-spool-"
+
 _REFUSED = {
     "--worker-cls": "steering brings its own worker",
     "--scheduler-cls": "steering brings its own scheduler",
@@ -152,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             development=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
         )
     )
-    spool = tempfile.mkdtemp(prefix="steergate-")
+    _sweep_spools()
+    spool = tempfile.mkdtemp(prefix=f"{_SPOOL_PREFIX}{os.getpid()}-")
     os.environ[SPOOL_ENVIRONMENT] = spool
     os.environ["VLLM_PLUGINS"] = ",".join(_plugins())
     # vLLM prefers its V2 runner on CUDA, which steering does not reach yet.
@@ -161,6 +164,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         _hand_over(rest)
     finally:
         shutil.rmtree(spool, ignore_errors=True)
+
+
+def _sweep_spools() -> None:
+    """Remove the spools of servers that were killed: their names hold a process number that nobody has."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_SPOOL_PREFIX}*-*"):
+        number = path.name.removeprefix(_SPOOL_PREFIX).partition("-")[0]
+        if not number.isdecimal() or _is_alive(int(number)):
+            continue
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _vllm_arguments(parser: argparse.ArgumentParser, flags: argparse.Namespace, rest: list[str]) -> list[str]:

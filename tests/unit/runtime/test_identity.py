@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row, tagged_extension, tagged_hash
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, VectorGroup, decode_plan, encode_plan
+from steergate_server.runtime.selection import select
 from steergate_server.schema.requests import Where
 
 EVERYWHERE = Where(prompt="all", generation="all")
@@ -187,7 +188,8 @@ def test_the_prompts_length_matters_where_the_phase_does(one, free):
     ],
 )
 def test_the_first_row_that_changes(one, row):
-    assert first_changed_row(one, [10, 11, 12, 13], 20) == row
+    selection = select([vector.where for vector in one.vectors], [10, 11, 12, 13], 20)
+    assert first_changed_row(one, selection) == row
 
 
 def test_epochs_replace_the_identities_of_failed_requests_alone() -> None:
