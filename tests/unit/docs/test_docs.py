@@ -45,6 +45,7 @@ VLLM_FLAGS = {
     "--enable-dbo",
     "--ubatch-size",
     "--kv-sharing-fast-prefill",
+    "--port",
     "--kv-transfer-config",
 }
 """vLLM's own flags that the pages speak of."""
