@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from reference.models import random_direction, tiny_llama
+from reference.models import random_direction, shared_tiny_llama
 from steergate_server.runtime.config import EngineConfig
 from support.engines import SteeredEngine, StockEngine
 
@@ -43,10 +43,8 @@ REGISTERED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="package")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model. Its path is part of vLLM's compile cache key, so it stays the same where pytest has a cache."""
-    cache = getattr(request.config, "cache", None)
-    folder = tmp_path_factory.mktemp("models") if cache is None else Path(cache.mkdir("steergate-models"))
-    return tiny_llama(folder / "tiny")
+    """The model."""
+    return shared_tiny_llama(getattr(request.config, "cache", None), tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="package")

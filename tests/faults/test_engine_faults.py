@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from engine.oracle import Case, Oracle, prompt
-from reference.models import random_direction, tiny_llama
+from reference.models import random_direction, shared_tiny_llama
 from reference.wire import EVERYWHERE, OBSERVE, add, gate, probe, static
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.plan import decode_plan
@@ -42,9 +42,7 @@ OBSERVED = {"gates": [gate(probe(PROBE, 0.0, at="answer"), "this_token", OBSERVE
 
 @pytest.fixture(scope="module")
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    cache = getattr(request.config, "cache", None)
-    folder = tmp_path_factory.mktemp("models") if cache is None else Path(cache.mkdir("steergate-models"))
-    return tiny_llama(folder / "tiny")
+    return shared_tiny_llama(getattr(request.config, "cache", None), tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="module")

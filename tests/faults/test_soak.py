@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from reference.models import random_direction, tiny_llama
+from reference.models import random_direction, shared_tiny_llama
 from reference.wire import ALWAYS, Json, add, gate, probe, static
 from steergate_server.runtime.config import EngineConfig
 from support.engines import SteeredEngine, parameters
@@ -23,10 +22,8 @@ HIDDEN = 64
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SteeredEngine]:
     """An engine with few slots, few places and little KV cache, so that requests wait and are preempted, too."""
-    cache = getattr(request.config, "cache", None)
-    folder = tmp_path_factory.mktemp("models") if cache is None else Path(cache.mkdir("steergate-models"))
     engine = SteeredEngine(
-        tiny_llama(folder / "tiny"),
+        shared_tiny_llama(getattr(request.config, "cache", None), tmp_path_factory.mktemp),
         config=EngineConfig(memory_mib=16, max_slots=40),
         enforce_eager=True,
         block_size=32,

@@ -6,7 +6,7 @@ import base64
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,17 @@ def tiny_llama(
 def load_hf(path: str | Path) -> LlamaForCausalLM:
     """The model at `path` in float32 with plain attention, ready for the interpreter."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def shared_tiny_llama(cache: Any, folder: Callable[[str], Path]) -> Path:
+    """The tiny Llama where pytest keeps its cache, if it has one: the path is part of vLLM's compile cache key.
+
+    Args:
+        cache: pytest's cache, or None.
+        folder: Makes a temporary folder of a name, for a run without a cache.
+    """
+    home = folder("models") if cache is None else Path(cache.mkdir("steergate-models"))
+    return tiny_llama(home / "tiny")
 
 
 def tiny_moe(path: str | Path, kind: str, *, seed: int = 0, vocab: int = 256) -> Path:

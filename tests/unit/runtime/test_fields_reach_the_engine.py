@@ -64,6 +64,12 @@ def with_where(**clauses: Any) -> dict[str, Any]:
     return with_vector(where=clauses)
 
 
+ZEROS = {"dtype": "float32", "shape": [4, 4], "data": "AAAA" * 21 + "AA=="}
+LINEAR: dict[str, Any] = {
+    "steer": {"kind": "payload", "payload": {"kind": "linear", "weight": ZEROS}},
+    "algorithm": "linear",
+    "layers": [1],
+}
 NAMED = {"kind": "name", "name": "both"}
 ATTENUATE = {"kind": "attenuate", "keep": 0.5}
 TWO = [VECTOR, {**VECTOR, "steer": inline(seed=2)}]
@@ -77,31 +83,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "VectorSpec.algorithm": (BASE, with_vector(algorithm="erase")),
     "VectorSpec.scale": (BASE, with_vector(scale=2.0)),
     "VectorSpec.layers": (BASE, with_vector(layers=[2])),
-    "VectorSpec.hook": (
-        with_vector(
-            steer={
-                "kind": "payload",
-                "payload": {
-                    "kind": "linear",
-                    "weight": {"dtype": "float32", "shape": [4, 4], "data": "AAAA" * 21 + "AA=="},
-                },
-            },
-            algorithm="linear",
-            layers=[1],
-        ),
-        with_vector(
-            steer={
-                "kind": "payload",
-                "payload": {
-                    "kind": "linear",
-                    "weight": {"dtype": "float32", "shape": [4, 4], "data": "AAAA" * 21 + "AA=="},
-                },
-            },
-            algorithm="linear",
-            layers=[1],
-            hook="pre_attn",
-        ),
-    ),
+    "VectorSpec.hook": (with_vector(**LINEAR), with_vector(**LINEAR, hook="pre_attn")),
     "VectorSpec.normalize": (BASE, with_vector(normalize=True)),
     "VectorSpec.where": (BASE, with_where(prompt="all")),
     "VectorSpec.params": (
