@@ -45,6 +45,9 @@ RESPONSES: list[type] = [
     registry.RegisterAnswer,
     registry.UnregisterAnswer,
     registry.VectorInfo,
+    registry.ForgetAnswer,
+    registry.StatusAnswer,
+    registry.ValidateAnswer,
     registry.ErrorAnswer,
 ]
 
@@ -59,6 +62,7 @@ def build() -> dict[str, str]:
         answers = pool.submit(_models, codegen_view(responses, open_words=True), base="steergate._base.Answer")
     files = {
         "contracts/request.schema.json": _json(request),
+        "contracts/default.schema.json": _json(published([registry.ServerDefault], title="ServerDefault")),
         "contracts/responses.schema.json": _json(responses),
         "contracts/capabilities.json": _json(capabilities),
         "contracts/VERSION": f"{CONTRACT_VERSION}\n",

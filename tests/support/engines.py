@@ -20,7 +20,7 @@ from steergate_server.registry.spool import Spool
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.capacity import Capacity
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
-from steergate_server.runtime.plan import encode_plan
+from steergate_server.runtime.plan import Conversation, encode_plan
 from steergate_server.runtime.sites import Site
 from steergate_server.runtime.sources import ModelFacts
 from steergate_server.schema.decode import decode, decode_steering, encode
@@ -142,16 +142,20 @@ class SteeredEngine(StockEngine):
         payload = decode(encode({"packed": packed, "kind": "direction"}), DirectionPayload)
         self.names.register(name, kind, payload, replace=replace)
 
-    def plan(self, steering: Any) -> bytes | None:
+    def plan(self, steering: Any, conversation: str | None = None, settlement: str = "") -> bytes | None:
         """The encoded plan of a wire request as Python objects; None for no steering. Raises SteeringError."""
-        raw = encode(steering)
-        request = decode_steering(raw)
-        if request is None or request is False:
-            return None
-        admitted = self.admission.admit(request, as_list=isinstance(steering, list))
+        request = decode_steering(encode(steering))
+        turn = None if conversation is None else Conversation(key=conversation, settlement=settlement)
+        if request is False:
+            admitted = self.admission.admit_opt_out(turn)
+            return None if admitted is None else encode_plan(admitted.plan)
+        admitted = self.admission.admit(
+            request, as_list=isinstance(steering, list), conversation_id=conversation, conversation=turn
+        )
         self._held += admitted.digests
         # As the front does: a plan that holds nothing is not sent.
-        return encode_plan(admitted.plan) if admitted.plan.groups or admitted.plan.gates else None
+        plan = admitted.plan
+        return encode_plan(plan) if plan.acts or plan.conversation is not None else None
 
     def check_prompt(self, steering: Any, prompt: Sequence[int]) -> None:
         """Admit a wire request with its prompt, as the front does, and let it go. Raises SteeringError."""
@@ -162,12 +166,22 @@ class SteeredEngine(StockEngine):
         self.admission.admit_prompt(admitted, prompt, SMALL["max_model_len"])
 
     def steer(
-        self, prompts: Sequence[Sequence[int]], requests: Sequence[Any], max_tokens: int | Sequence[int] = 16
+        self,
+        prompts: Sequence[Sequence[int]],
+        requests: Sequence[Any],
+        max_tokens: int | Sequence[int] = 16,
+        conversations: Sequence[str | None] | None = None,
     ) -> list[Answer]:
-        """Run prompts in one batch, each under its own wire request (None: unsteered)."""
-        answers = self.run(prompts, [self.plan(request) for request in requests], max_tokens)
+        """Run prompts in one batch, each under its own wire request (None: unsteered), as turns of conversations."""
+        named = conversations or [None] * len(requests)
+        plans = [self.plan(request, name) for request, name in zip(requests, named, strict=True)]
+        answers = self.run(prompts, plans, max_tokens)
         self.release()
         return answers
+
+    def tell(self, message: str) -> None:
+        """Send the scheduler a message about a conversation, as the front does."""
+        self.llm.llm_engine.engine_core.abort_requests([message])
 
     def release(self) -> None:
         """Give the payloads of every plan so far back."""

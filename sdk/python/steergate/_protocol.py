@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode
 
 import msgspec
 
-from ._check import checked, raise_first
+from ._check import check_conversation_id, checked, raise_first
 from ._generated.answers import SteeringReport
 from ._generated.models import DirectionPayload, InlinePayload, InlineVec
 from ._generated.rules_payload import check_payload
@@ -26,6 +26,7 @@ from ._generated.version import CONTRACT_VERSION
 from ._messages import Answer, Call, Keys, Reply
 from ._sources import AnyPayload
 from .body import APPLIED_HEADER, Plan, assert_applied, header, prepare
+from .builders import Steering
 from .errors import (
     APIStatusError,
     AuthenticationError,
@@ -46,15 +47,22 @@ __all__ = [
     "base_url",
     "chat_call",
     "check_contract",
+    "clear_default_call",
     "completion_call",
+    "forget_call",
     "get_call",
     "headers_for",
     "parse",
+    "parse_default",
     "parse_reply",
+    "put_default_call",
     "raise_for_status",
     "register_call",
+    "restore_default_call",
     "retry_delay",
+    "status_call",
     "unregister_call",
+    "validate_call",
     "vector_call",
     "vectors_call",
     "without_secrets",
@@ -196,6 +204,51 @@ def unregister_call(name: str, kind: str) -> Call:
     return Call("POST", "/v1/steering/vectors/unregister", body, mutation=True)
 
 
+def put_default_call(plan: Plan, client_gates: str, locked: bool) -> Call:
+    """Build a call that puts a server default in force.
+
+    Raises:
+        InvalidSteering: The plan breaks a rule.
+        TypeError: It is nothing that could be a default.
+    """
+    prepared = prepare(plan, msgspec.UNSET)
+    if prepared.request is None:
+        raise TypeError("a default steers; give a Steering, a gate or a list of gates, or use `client.default.clear()`")
+    definition = msgspec.to_builtins(prepared.request)
+    return restore_default_call({**definition, "client_gates": client_gates, "locked": locked})
+
+
+def restore_default_call(definition: Mapping[str, Any]) -> Call:
+    """Build a call that puts a default in force which the server told before."""
+    body = json.dumps(dict(definition), allow_nan=False).encode()
+    return Call("PUT", "/v1/steering/default", body, mutation=True)
+
+
+def clear_default_call() -> Call:
+    """Build a call that takes the server default out of force."""
+    return Call("DELETE", "/v1/steering/default", mutation=True)
+
+
+def forget_call(conversation_id: str) -> Call:
+    """Build a call that forgets what a conversation latched. Raises InvalidSteering for an id that can't be one."""
+    check_conversation_id(conversation_id)
+    return Call("DELETE", f"/v1/steering/conversations/{quote(conversation_id, safe='')}")
+
+
+def status_call() -> Call:
+    """Build a call of the status route, which takes the steering key."""
+    return Call("GET", "/v1/steering/status", mutation=True)
+
+
+def validate_call(plan: Plan) -> Call:
+    """Build a call that has a plan checked by the server. What the rules refuse is sent all the same."""
+    if plan is None or plan is False:
+        body = b"null" if plan is None else b"false"
+    else:
+        body = msgspec.json.encode(plan.request if isinstance(plan, Steering) else plan)
+    return Call("POST", "/v1/steering/validate", body)
+
+
 # From an answer to a value or an error
 
 
@@ -311,6 +364,15 @@ def parse(answer: Answer, kind: type[T]) -> T:
         raise InvalidAnswerError(
             f"The server's answer is not what contract {CONTRACT_VERSION} says: {error}."
         ) from None
+
+
+def parse_default(answer: Answer) -> dict[str, Any] | None:
+    """Read the answer of the default's routes. Raises InvalidAnswerError."""
+    body = _body(answer)
+    if isinstance(body, dict) and isinstance(body.get("default"), dict | None):
+        default: dict[str, Any] | None = body.get("default")
+        return default
+    raise InvalidAnswerError(f"The server's answer is not what contract {CONTRACT_VERSION} says.")
 
 
 def parse_reply(call: Call, answer: Answer) -> Reply:

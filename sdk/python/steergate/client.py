@@ -9,7 +9,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _protocol as protocol
-from ._generated.answers import CapabilitiesAnswer, RegisterAnswer, UnregisterAnswer, VectorInfo
+from ._default import Default
+from ._generated.answers import (
+    CapabilitiesAnswer,
+    ForgetAnswer,
+    RegisterAnswer,
+    StatusAnswer,
+    UnregisterAnswer,
+    ValidateAnswer,
+    VectorInfo,
+)
 from ._generated.models import InlinePayload, InlineVec
 from ._generated.words import VectorKind
 from ._messages import Call, Keys, Reply
@@ -67,6 +76,7 @@ class SteeringClient:
         self._transport = Transport(url, keys, limit, max_retries, http_client)
         self._capabilities: CapabilitiesAnswer | None = None
         self.vectors = Vectors(self._transport)
+        self.default = Default(self._transport)
 
     # Generation
 
@@ -167,6 +177,39 @@ class SteeringClient:
             >>> client.check(plan)  # doctest: +SKIP
         """
         check_plan(plan, self.capabilities())
+
+    def validate(self, plan: Plan) -> ValidateAnswer:
+        """Have the server check a plan, names and all, without running anything.
+
+        Returns:
+            Whether it would be admitted, and everything that is wrong with it; `param` starts at the plan.
+
+        Examples:
+            >>> [error.code for error in client.validate(plan).errors]  # doctest: +SKIP
+            ['unknown_vector']
+        """
+        return protocol.parse(self._transport.send(protocol.validate_call(plan)), ValidateAnswer)
+
+    def status(self) -> StatusAnswer:
+        """Return what steering holds on the server, and its counters. Needs the steering key.
+
+        Examples:
+            >>> client.status().live_requests  # doctest: +SKIP
+            3
+        """
+        return protocol.parse(self._transport.send(protocol.status_call()), StatusAnswer)
+
+    def forget(self, conversation_id: str) -> ForgetAnswer:
+        """Forget what gates of scope `rest_of_conversation` latched in a conversation.
+
+        Raises:
+            InvalidSteering: It can be no conversation's id.
+
+        Examples:
+            >>> client.forget("support-4711").status  # doctest: +SKIP
+            'forgotten'
+        """
+        return protocol.parse(self._transport.send(protocol.forget_call(conversation_id)), ForgetAnswer)
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,7 +1,8 @@
 """The persistent tensors that say, for each row of a step, what steering it gets.
 
-Row t of a step is one token's forward pass. Lane 0 is its static slot; lane k + 1 is gate k of its request. All tensors
-are allocated once, before warm-up, and never re-assigned.
+Row t of a step is one token's forward pass. Lane 0 is its static slot; lane k + 1 is gate k of its request; behind the
+gates comes the bridge: what earlier turns of the conversation latched. The slot of a locked server default stands apart
+because it applies after all lanes. All tensors are allocated once, before warm-up, and never re-assigned.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ on; fires below the threshold; the score is a cosine."""
 
 
 class Lanes:
-    """Per-row state of the step at hand, for at most `rows` rows and `gates` gates of a request.
+    """Per-row state of the step at hand, for at most `rows` rows and `gates` gate lanes of a request.
 
-    `slot` [rows, 1 + gates] int32, `weight` [rows, 1 + gates] float32: what to add and how much of it. `request`
+    `slot` [rows, 1 + gates] int32, `weight` [rows, 1 + gates] float32: what to add and how much of it. `locked` [rows]
+    int32: the slot that applies last. `request`
     [rows] int32: our own number of the row's request, 0 for none. `position` [rows] int64: absolute. `look` [rows,
     gates] bool: the gate looks at the row. `score` [rows, gates] float32, NaN where not looked; `fired` [rows, gates]
     bool. `forced` [rows, gates] bool: the gate fired here before the request was preempted, so it fires whatever its
@@ -25,6 +27,7 @@ class Lanes:
 
     def __init__(self, rows: int, gates: int, device: torch.device) -> None:
         self.slot = torch.zeros((rows, 1 + gates), dtype=torch.int32, device=device)
+        self.locked = torch.zeros(rows, dtype=torch.int32, device=device)
         self.weight = torch.zeros((rows, 1 + gates), dtype=torch.float32, device=device)
         self.request = torch.zeros(rows, dtype=torch.int32, device=device)
         self.position = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -35,7 +38,7 @@ class Lanes:
 
     def clear(self, start: int, stop: int) -> None:
         """Zero rows `start` to `stop`: no request, no slot, no weight, nothing looked at."""
-        for tensor in (self.slot, self.weight, self.request, self.look, self.fired, self.forced):
+        for tensor in (self.slot, self.locked, self.weight, self.request, self.look, self.fired, self.forced):
             tensor[start:stop] = 0
         self.score[start:stop] = float("nan")
 

@@ -155,6 +155,23 @@ class NameIndex:
                 raise SteeringError("unknown_vector", "The vector was unregistered just now. Send the request again.")
             self._holders[digest] += 1
 
+    def hold_digest(self, digest: str) -> Outline:
+        """Keep a payload that is held already until `release`, and return its outline.
+
+        Raises:
+            SteeringError: `unknown_vector`: nobody holds it.
+        """
+        with self._lock:
+            if not self._holders[digest]:
+                message = f"The server holds no payload with digest {digest}. Send its numbers, or register them."
+                raise SteeringError("unknown_vector", message)
+            self._holders[digest] += 1
+        try:
+            return outline(self._spool.load(digest))
+        except BaseException:
+            self.release(digest)
+            raise
+
     def hold_payload(self, stored: StoredPayload) -> str:
         """Put a request's own payload, in canonical form, into the spool and hold it; return its digest."""
         with self._lock:

@@ -64,6 +64,8 @@ class Spool:
             SpoolError: There is no such payload, or its file is damaged.
         """
         path = self._path(digest)
+        if not path.exists():
+            path = self._pinned(digest)
         try:
             with safe_open(path, framework="numpy") as file:
                 numbers = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -80,6 +82,24 @@ class Spool:
     def discard(self, digest: str) -> None:
         """Remove a payload, if it is there. Processes that have read it keep what they read."""
         self._path(digest).unlink(missing_ok=True)
+
+    def pin(self, digest: str) -> int:
+        """Keep a payload readable whatever `discard` does, until `unpin`; return the size of its file in bytes.
+
+        Pins are the business of one process, which counts them. Raises OSError where it cannot be kept.
+        """
+        pinned = self._pinned(digest)
+        pinned.parent.mkdir(mode=0o700, exist_ok=True)
+        if not pinned.exists():
+            os.link(self._path(digest), pinned)
+        return pinned.stat().st_size
+
+    def unpin(self, digest: str) -> None:
+        """Give a pin up."""
+        self._pinned(digest).unlink(missing_ok=True)
+
+    def _pinned(self, digest: str) -> Path:
+        return self._directory / "pinned" / self._path(digest).name
 
     def _path(self, digest: str) -> Path:
         if not _DIGEST.fullmatch(digest):

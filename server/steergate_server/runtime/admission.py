@@ -6,47 +6,39 @@ Everything that can be known before a token is generated is decided here: first 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
 
-from steergate_server.algorithms.registry import get_algorithm
-from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapabilities
+from steergate_server.capabilities import ALGORITHM_CAPABILITIES
 from steergate_server.registry.names import NameIndex
 from steergate_server.runtime.capacity import demand_of, rows_by_component, shortage
 from steergate_server.runtime.config import EngineConfig
-from steergate_server.runtime.gates import gate_phases
+from steergate_server.runtime.conversations import CONVERSATION_SCOPE
+from steergate_server.runtime.default import InstalledDefault, install
 from steergate_server.runtime.lowering import lowering_problem
-from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName, VectorGroup, fingerprint
-from steergate_server.runtime.selection import TooManySetsError, has_generation_part, reachable_phases, select
-from steergate_server.runtime.sources import (
-    ModelFacts,
-    ParamWriter,
-    Path,
-    Place,
-    Resolved,
-    Sources,
-    param_writer,
-    pick,
+from steergate_server.runtime.plan import (
+    Conversation,
+    Plan,
+    PlannedGate,
+    PlannedVector,
+    Stack,
+    VectorGroup,
+    fingerprint,
 )
-from steergate_server.schema.errors import SteeringError, format_path
-from steergate_server.schema.hooks import HOOK_COMPONENTS, site_name, site_order
+from steergate_server.runtime.resolve import Resolver, reaches
+from steergate_server.runtime.selection import Selection, TooManySetsError, has_generation_part
+from steergate_server.runtime.sources import ModelFacts, ParamWriter, Path, param_writer
+from steergate_server.schema.errors import SteeringError
+from steergate_server.schema.hooks import site_name
 from steergate_server.schema.payloads import Payload
-from steergate_server.schema.requests import (
-    AddApply,
-    AttenuateApply,
-    ObserveApply,
-    ProbeWhen,
-    SteeringGate,
-    SteeringRequest,
-    VectorSpec,
-)
+from steergate_server.schema.registry import ServerDefault
+from steergate_server.schema.requests import SteeringRequest
 from steergate_server.schema.rules import check, check_conversation
-from steergate_server.schema.rules_where import can_overlap
 
-_DIVISOR_PATHS = {"erase": "", "clamp": "", "concept_replace": "h1/"}
-"""Algorithms that divide by the norm of a row, and how the row's path starts."""
+DefaultUse = Literal["inherited", "overridden", "none"]
+
+_NOTHING = SteeringRequest()
 
 
 class Admitted(NamedTuple):
@@ -55,9 +47,19 @@ class Admitted(NamedTuple):
     plan: Plan
     fingerprint: str
     digests: tuple[str, ...]
-    numbers: tuple[int, ...]
-    """Place in the request of each of the plan's vectors: those of scale 0 were dropped."""
+    numbers: tuple[int | None, ...]
+    """Place in the request of each of the plan's own vectors: those of scale 0 were dropped; None for the default's."""
     where: ParamWriter
+    default: DefaultUse = "none"
+    overridden: tuple[PlannedGate, ...] = ()
+    """The client's gates that the server default keeps from running."""
+    asked: bool = True
+    """Whether the client sent steering."""
+
+    @property
+    def announced(self) -> bool:
+        """Whether the answer names what was applied: the request asked for steering, or inherited some."""
+        return self.asked or self.default == "inherited"
 
 
 class Admission:
@@ -69,25 +71,131 @@ class Admission:
         self.config = config
         self.facts = facts
         self.names = names
-        self._sources = Sources(config, facts, names, sources)
+        self.default: InstalledDefault | None = None
+        self._resolver = Resolver(config, facts, names, sources)
 
-    def admit(self, request: SteeringRequest, *, as_list: bool = False, conversation_id: str | None = None) -> Admitted:
+    # Requests ---------------------------------------------------------------------------------------------------
+
+    def admit(
+        self,
+        request: SteeringRequest | None,
+        *,
+        as_list: bool = False,
+        conversation_id: str | None = None,
+        conversation: Conversation | None = None,
+        prefix: str = "steering",
+    ) -> Admitted:
         """Admit a request, or raise SteeringError with the first problem, `param` as sent.
 
-        as_list: the member was a bare list of gates, which shows in `param`. The payloads of an admitted request are
-        held until `release`.
+        request: None where the client sent no steering. as_list: the member was a bare list of gates, which shows in
+        `param`; so does prefix, the request's own place. conversation: the turn, where `conversation_id` was sent. The
+        payloads of an admitted request are held until `release`.
         """
-        where = param_writer(as_list)
+        where = param_writer(as_list, prefix)
+        asked, request = request is not None, request or _NOTHING
         problems = [*check(request, ALGORITHM_CAPABILITIES), *check_conversation(request, conversation_id)]
         if problems:
             raise SteeringError(problems[0].code, problems[0].message, where(problems[0].path))
+        default = self._inherited(request, where)
         held: list[str] = []
         try:
-            plan, numbers = self._resolve(request, where, held)
+            vectors, numbers = self._resolver.vectors(request, where, held)
+            gates = self._resolver.gates(request, where, held)
+            if default is not None:
+                self._hold(default.digests, held)
+            plan, overridden = self._compose(request, vectors, gates, default, where)
         except BaseException:
             self.release(held)
             raise
-        return Admitted(plan, fingerprint(plan), tuple(held), numbers, where)
+        plan = replace(plan, report=request.report, conversation=conversation)
+        if conversation is None:
+            plan = replace(plan, gates=tuple(map(_for_this_request, plan.gates)))
+        use: DefaultUse = "none" if self.default is None else "overridden" if default is None else "inherited"
+        inherited = len(plan.vectors) - len(numbers)
+        return Admitted(
+            plan, fingerprint(plan), tuple(held), (*(None,) * inherited, *numbers), where, use, tuple(overridden), asked
+        )
+
+    def admit_opt_out(self, conversation: Conversation | None) -> Admitted | None:
+        """`steering: false`. None where the request is simply plain; raises SteeringError (`default_locked`)."""
+        if self.default is not None and self.default.locked:
+            raise _locked("steering")
+        if conversation is None:
+            return None
+        plan = Plan(conversation=replace(conversation, opted_out=True))
+        return Admitted(plan, fingerprint(plan), (), (), param_writer(False), asked=False)
+
+    def problems(self, request: SteeringRequest | None, *, as_list: bool = False) -> list[SteeringError]:
+        """Everything that is wrong with a request, `param` from the request itself; nothing is held.
+
+        What only its prompt or its conversation can tell is not looked at.
+        """
+        where = param_writer(as_list, "")
+        request = request or _NOTHING
+        broken = check(request, ALGORITHM_CAPABILITIES)
+        errors = [SteeringError(problem.code, problem.message, where(problem.path)) for problem in broken]
+        errors += self._resolver.problems(request, where, {_member(problem.path) for problem in broken})
+        if errors:
+            return errors
+        try:
+            admitted = self.admit(request, as_list=as_list, conversation_id="", prefix="")
+        except SteeringError as error:
+            return [error]
+        self.release(admitted.digests)
+        return []
+
+    def _inherited(self, request: SteeringRequest, where: ParamWriter) -> InstalledDefault | None:
+        if self.default is None or request.inherit_default:
+            return self.default
+        if self.default.locked:
+            raise _locked(where(("inherit_default",)))
+        return None
+
+    def _compose(
+        self,
+        request: SteeringRequest,
+        vectors: list[PlannedVector],
+        gates: list[PlannedGate],
+        default: InstalledDefault | None,
+        where: ParamWriter,
+    ) -> tuple[Plan, list[PlannedGate]]:
+        """The plan of a request's own vectors and gates on top of the default, and the gates that are not run."""
+        own = (VectorGroup(vectors=tuple(vectors), conflict=request.conflict),) if vectors else ()
+        overridden: list[PlannedGate] = []
+        if default is None:
+            plan = Plan(groups=own, gates=tuple(gates))
+        else:
+            kept, overridden = _precedence(default, gates, where)
+            plan = Plan(
+                groups=own if default.locked else (*default.groups, *own),
+                locked=default.groups if default.locked else (),
+                gates=(*default.gates, *kept),
+                operator_gates=len(default.gates),
+                operator_locked=default.locked,
+            )
+        self._check_gates(plan, where)
+        return plan, overridden
+
+    def _check_gates(self, plan: Plan, where: ParamWriter) -> None:
+        taken, limit = plan.operator_gates, self.config.max_gates
+        own = plan.gates[taken:]
+        if len(own) > limit - taken:
+            theirs = f", of which the server default takes {taken}" if taken else ""
+            raise SteeringError(
+                "too_many_gates",
+                f"{len(own)} gates were given; this server runs at most {limit} for a request{theirs}.",
+                where(("gates",)),
+            )
+        for index, gate in enumerate(own):
+            if gate.apply == "attenuate" and not any(reaches(gate, vector) for vector in plan.vectors):
+                raise SteeringError(
+                    "nothing_to_attenuate",
+                    "There is no static steering, the request's own or inherited, that this gate could reach. Add "
+                    "vectors, or drop the gate.",
+                    where(("gates", index, "apply")),
+                )
+
+    # The prompt -------------------------------------------------------------------------------------------------
 
     def admit_prompt(self, admitted: Admitted, prompt: Sequence[int], max_length: int) -> None:
         """What only the prompt's tokens can tell: whether each clause selects anything, and what meets on a row.
@@ -95,332 +203,119 @@ class Admission:
         max_length: the most rows that the request can have. Raises SteeringError.
         """
         plan = admitted.plan
-        selection = select([vector.where for vector in plan.vectors], prompt, max_length)
-        for number, vector in enumerate(plan.vectors):
-            if not has_generation_part(vector.where) and not (selection.prompt >> number & 1).any():
+        selections = plan.select(prompt, max_length)
+        for number, place in enumerate(admitted.numbers):
+            vector = plan.vectors[number]
+            if place is None or has_generation_part(vector.where):
+                continue
+            if not (selections[0].prompt >> number & 1).any():
                 raise SteeringError(
                     "selects_nothing",
                     f"The clause selects none of the prompt's {len(prompt)} rows, and no generated row.",
-                    admitted.where(("vectors", admitted.numbers[number], "where")),
+                    admitted.where(("vectors", place, "where")),
                 )
+        for stack, selection in zip(plan.stacks, selections, strict=True):
+            self._check_sets(stack, selection, admitted)
+        demand = demand_of(plan, selections, in_graph=self.config.graph_mode == "in_graph")
+        problem = shortage(len(demand.slots), rows_by_component(demand.rows), self.facts.capacity)
+        if problem is not None:
+            raise SteeringError("over_capacity", f"The request can never fit: {problem}.", admitted.where(()))
+
+    def _check_sets(self, stack: Stack, selection: Selection, admitted: Admitted) -> None:
+        """What meets on a row: not too many different sets of vectors, each of which the graph can take."""
         try:
             # Before anything is worked out for each of them.
             masks = selection.distinct(self.facts.capacity.slots_per_request)
         except TooManySetsError as error:
             raise SteeringError("over_capacity", f"The request can never fit: {error}.", admitted.where(())) from None
-        if self.config.graph_mode == "in_graph":
-            for mask in masks:
-                self._check_lowering(plan, mask, admitted)
-        demand = demand_of(plan, selection, in_graph=self.config.graph_mode == "in_graph")
-        problem = shortage(len(demand.slots), rows_by_component(demand.rows), self.facts.capacity)
-        if problem is not None:
-            raise SteeringError("over_capacity", f"The request can never fit: {problem}.", admitted.where(()))
-
-    def _check_lowering(self, plan: Plan, mask: int, admitted: Admitted) -> None:
-        for site, vectors in plan.at_sites(mask).items():
-            problem = lowering_problem(vectors, self.config.graph_max_rank)
-            if problem is not None:
-                number = next(number for number, vector in enumerate(plan.vectors) if vector is vectors[-1])
-                raise SteeringError(
-                    "not_lowerable",
-                    f"At {site_name(*site)}, {problem}. This server runs in graph; --steer-graph-mode split takes it.",
-                    admitted.where(("vectors", admitted.numbers[number])),
-                )
+        if self.config.graph_mode != "in_graph":
+            return
+        for mask in masks:
+            for site, vectors in stack.at_sites(mask).items():
+                problem = lowering_problem(vectors, self.config.graph_max_rank)
+                if problem is not None:
+                    raise SteeringError(
+                        "not_lowerable",
+                        f"At {site_name(*site)}, {problem}. This server runs in graph; --steer-graph-mode split takes "
+                        "it.",
+                        _path_of(vectors[-1], admitted),
+                    )
 
     def release(self, digests: Sequence[str]) -> None:
         """Give the payloads of a request back."""
         for digest in digests:
             self.names.release(digest)
 
+    def _hold(self, digests: Sequence[str], held: list[str]) -> None:
+        for digest in digests:
+            self.names.hold(digest)
+            held.append(digest)
+
+    # The registry and the server default ------------------------------------------------------------------------
+
     def check_registered(self, payload: Payload, prefix: Path) -> None:
         """Check a payload's sites and widths against the model; raise SteeringError, `param` from the body's root.
 
         prefix: path of the payload in the body.
         """
-        self._sources.check_payload(payload, prefix, format_path)
+        self._resolver.check_registered(payload, prefix)
 
-    def _resolve(self, request: SteeringRequest, where: ParamWriter, held: list[str]) -> tuple[Plan, tuple[int, ...]]:
-        vectors: list[PlannedVector] = []
-        numbers: list[int] = []
-        for index, spec in enumerate(request.vectors):
-            vector = self._vector(spec, ("vectors", index), where, held)
-            if vector.scale != 0.0:
-                vectors.append(vector)
-                numbers.append(index)
-        if request.conflict == "error":
-            _refuse_overlaps(vectors, numbers, where)
-        self._check_gate_count(request, where)
-        gates = tuple(
-            self._gate(gate, ("gates", index), where, held, vectors) for index, gate in enumerate(request.gates)
-        )
-        if request.report == "scores":
-            raise SteeringError(
-                "not_implemented", "The report `scores` is not there yet. Ask for `summary`.", where(("report",))
-            )
-        groups = (VectorGroup(vectors=tuple(vectors), conflict=request.conflict),) if vectors else ()
-        return Plan(groups=groups, gates=gates, report=request.report), tuple(numbers)
+    def set_default(self, body: ServerDefault) -> ServerDefault:
+        """Put a server default in force, for requests from now on; return it with digests in place of inline numbers.
 
-    # Vectors ----------------------------------------------------------------------------------------------------
+        Names are resolved now: what they point to later makes no difference. Raises SteeringError, `param` from the
+        body's root; the default that is in force stays then.
+        """
+        installed = install(body, self._resolver, self.names, self.config.max_gates)
+        previous, self.default = self.default, installed
+        if previous is not None:
+            self.release(previous.digests)
+        return installed.definition
 
-    def _vector(self, spec: VectorSpec, path: Path, where: ParamWriter, held: list[str]) -> PlannedVector:
-        capability = self._capability(spec.algorithm, (*path, "algorithm"), where)
-        planned = PlannedVector(
-            algorithm=spec.algorithm,
-            digest=None,
-            sites=(),
-            where=spec.where,
-            scale=spec.scale,
-            normalize=spec.normalize,
-            params=spec.params,
-            label=spec.label,
-        )
-        if spec.steer is None:
-            sites = tuple(("router_logits", layer) for layer in spec.layers or ())
-            self._check_experts(sites, spec, None, path, where)
-            return replace(planned, sites=sites)
-        source = self._sources.resolve(spec.steer, "steer", (*path, "steer"), where, held)
-        _check_kind(source, capability, spec, path, where)
-        sites = self._vector_sites(source, capability, spec, path, where)
-        _refuse_zeros(source, sites, spec, path, where)
-        if source.outline.kind == "router":
-            self._check_experts(sites, spec, source, path, where)
-        rank = _rank(source, spec.algorithm)
-        limit = self.config.graph_max_rank
-        if self.config.graph_mode == "in_graph" and rank > limit:
-            raise SteeringError(
-                "rank_too_large",
-                f"The payload has rank {rank}; this server takes up to {limit}.",
-                where((*path, "steer")),
-            )
-        return replace(planned, digest=source.outline.digest, sites=sites, rank=rank)
-
-    def _capability(self, name: str, path: Path, where: ParamWriter) -> AlgorithmCapabilities:
-        if name not in ALGORITHM_CAPABILITIES:
-            known = ", ".join(sorted(ALGORITHM_CAPABILITIES))
-            raise SteeringError(
-                "unknown_algorithm", f"There is no algorithm `{name}`. Algorithms are {known}.", where(path)
-            )
-        if name not in self.config.algorithms:
-            enabled = ", ".join(self.config.algorithms)
-            raise SteeringError(
-                "algorithm_not_enabled",
-                f"Algorithm `{name}` is not enabled on this server, which has {enabled}. Its operator declares "
-                "algorithms with --steer-algorithms.",
-                where(path),
-            )
-        return ALGORITHM_CAPABILITIES[name]
-
-    def _vector_sites(
-        self,
-        source: Resolved,
-        capability: AlgorithmCapabilities,
-        spec: VectorSpec,
-        path: Path,
-        where: ParamWriter,
-    ) -> tuple[SiteName, ...]:
-        """The sites of a vector: those its payload names, or `hook` at `layers` for a payload that names none."""
-        if source.outline.widths:
-            sites = pick(source.sites, spec.layers, None, path, where)
-        else:
-            layers = spec.layers or [layer for layer in [source.outline.metadata.get("layer")] if layer is not None]
-            if not layers:
-                raise SteeringError(
-                    "layers_required", "The payload names no layer. Give `layers`.", where((*path, "layers"))
-                )
-            sites = tuple((spec.hook or "post_block", layer) for layer in layers)
-            width = source.outline.own_width
-            for index, site in enumerate(sites):
-                steer = (*path, "steer")
-                place = Place((*path, "hook"), (*path, "layers", index) if spec.layers else steer, steer)
-                self._sources.check_site(site, width, where, place)
-        for hook, _ in sites:
-            if HOOK_COMPONENTS[hook] != capability.target_component:
-                raise SteeringError(
-                    "hook_not_allowed",
-                    f"Algorithm `{spec.algorithm}` works on {capability.target_component}; hook `{hook}` is "
-                    f"{HOOK_COMPONENTS[hook]}.",
-                    where((*path, "steer") if source.outline.widths else (*path, "hook")),
-                )
-        return sites
-
-    def _check_experts(
-        self,
-        sites: Sequence[SiteName],
-        spec: VectorSpec,
-        source: Resolved | None,
-        path: Path,
-        where: ParamWriter,
-    ) -> None:
-        """Expert ids must exist in every layer that they are for."""
-        for index, site in enumerate(sites):
-            at = (*path, "layers", index) if source is None else (*path, "steer")
-            experts = self._sources.check_site(site, 0, where, Place(at, at, at))
-            settings = spec.params if source is None else source.outline.metadata["layers"][str(site[1])]
-            for member in ("expert_ids", "activate_ids", "deactivate_ids"):
-                listed = settings.get(member)
-                for expert in listed if isinstance(listed, list) else ():
-                    if expert >= experts:
-                        raise SteeringError(
-                            "out_of_range",
-                            f"Expert {expert} does not exist. Layer {site[1]} has experts 0 to {experts - 1}.",
-                            where((*path, "params", member) if source is None else (*path, "steer")),
-                        )
-
-    # Gates ------------------------------------------------------------------------------------------------------
-
-    def _check_gate_count(self, request: SteeringRequest, where: ParamWriter) -> None:
-        if request.gates and not self.config.gates:
-            raise SteeringError(
-                "gates_unavailable", "Gates are switched off on this server. Leave `gates` out.", where(("gates",))
-            )
-        if len(request.gates) > self.config.max_gates:
-            raise SteeringError(
-                "too_many_gates",
-                f"{len(request.gates)} gates were given; this server takes at most {self.config.max_gates}.",
-                where(("gates",)),
-            )
-
-    def _gate(
-        self, gate: SteeringGate, path: Path, where: ParamWriter, held: list[str], vectors: list[PlannedVector]
-    ) -> PlannedGate:
-        if gate.scope == "rest_of_conversation":
-            raise SteeringError(
-                "not_implemented",
-                "Scope `rest_of_conversation` is not there yet. Use `rest_of_request`.",
-                where((*path, "scope")),
-            )
-        planned = PlannedGate(
-            when="always", at=gate.when.at, scope=gate.scope, apply=_apply_name(gate.apply), label=gate.label
-        )
-        if isinstance(gate.when, ProbeWhen):
-            planned = self._with_probe(planned, gate.when, (*path, "when", "probe"), where, held)
-        if isinstance(gate.apply, AddApply):
-            planned = self._with_steer(planned, gate.apply, (*path, "apply", "steer"), where, held)
-        elif isinstance(gate.apply, AttenuateApply):
-            planned = replace(planned, keep=gate.apply.keep)
-            if not any(_reaches(planned, vector) for vector in vectors):
-                raise SteeringError(
-                    "nothing_to_attenuate",
-                    "The request has no static steering that this gate could reach. Add vectors, or drop the gate.",
-                    where((*path, "apply")),
-                )
-        return planned
-
-    def _with_probe(
-        self, planned: PlannedGate, when: ProbeWhen, path: Path, where: ParamWriter, held: list[str]
-    ) -> PlannedGate:
-        source = self._sources.resolve(when.probe, "probe", path, where, held)
-        if len(source.sites) != 1:
-            raise SteeringError(
-                "probe_not_single_site",
-                f"A probe looks at one site; this one names {len(source.sites)}. Pick one with `layers` and `hook`.",
-                where(path),
-            )
-        return replace(
-            planned,
-            when="probe",
-            probe_digest=source.outline.digest,
-            probe_site=source.sites[0],
-            threshold=when.threshold,
-            sharpness=when.sharpness,
-            fires=when.fires,
-            score=when.score,
-        )
-
-    def _with_steer(
-        self, planned: PlannedGate, apply: AddApply, path: Path, where: ParamWriter, held: list[str]
-    ) -> PlannedGate:
-        source = self._sources.resolve(apply.steer, "steer", path, where, held)
-        if source.outline.kind != "direction":
-            raise SteeringError(
-                "payload_kind", f"A gate adds a direction; this is a {source.outline.kind} payload.", where(path)
-            )
-        for hook, layer in source.sites:
-            if HOOK_COMPONENTS[hook] != "hidden_states":
-                raise SteeringError(
-                    "hook_not_allowed", f"Gates do not steer {layer}:{hook}. They steer the hidden states.", where(path)
-                )
-        if planned.probe_site is not None and planned.scope == "this_token":
-            early = [site for site in source.sites if site_order(*site) < site_order(*planned.probe_site)]
-            if early:
-                raise SteeringError(
-                    "steer_before_probe",
-                    f"Scope `this_token` steers a row after its probe has read it, and {site_name(*early[0])} runs "
-                    f"before the probe's {site_name(*planned.probe_site)}. Steer later sites, or choose `next_step`.",
-                    where(path),
-                )
-        return replace(planned, steer_digest=source.outline.digest, steer_sites=source.sites, strength=apply.strength)
+    def clear_default(self) -> None:
+        """Take the server default out of force, for requests from now on."""
+        previous, self.default = self.default, None
+        if previous is not None:
+            self.release(previous.digests)
 
 
-def _check_kind(
-    source: Resolved, capability: AlgorithmCapabilities, spec: VectorSpec, path: Path, where: ParamWriter
-) -> None:
-    if source.outline.kind != capability.payload_kind:
-        raise SteeringError(
-            "payload_kind",
-            f"Algorithm `{spec.algorithm}` takes a {capability.payload_kind} payload; this is a {source.outline.kind}.",
-            where((*path, "steer")),
-        )
-    if spec.hook is not None and source.outline.widths:
-        raise SteeringError(
-            "hook_not_allowed", "The payload names its own hooks. Leave `hook` out.", where((*path, "hook"))
-        )
-    if spec.params and source.outline.kind == "router":
-        raise SteeringError(
-            "unknown_param", "The payload says what is done. Leave `params` out.", where((*path, "params"))
-        )
+def _precedence(
+    default: InstalledDefault, gates: list[PlannedGate], where: ParamWriter
+) -> tuple[list[PlannedGate], list[PlannedGate]]:
+    """Which of a client's gates run beside the default's, and which do not."""
+    if not default.gates or not gates or default.client_gates == "allow":
+        return gates, []
+    if default.client_gates == "ignore":
+        return [], gates
+    raise SteeringError(
+        "gates_overridden",
+        "This server runs gates of its own and takes none from clients. Leave `gates` out.",
+        where(("gates",)),
+    )
 
 
-def _refuse_zeros(
-    source: Resolved, sites: Sequence[SiteName], spec: VectorSpec, path: Path, where: ParamWriter
-) -> None:
-    """A row of norm 0 cannot be divided by."""
-    start = _DIVISOR_PATHS.get(spec.algorithm)
-    if start is None:
-        return
-    for hook, layer in sites:
-        if f"{start}{hook}/{layer:08d}" in source.outline.zeros:
-            raise SteeringError(
-                "zero_vector",
-                f"Algorithm `{spec.algorithm}` divides by the vector's norm, which is 0 at {site_name(hook, layer)}.",
-                where((*path, "steer")),
-            )
+def _member(path: Path) -> tuple[str, int]:
+    """The vector or gate that a path leads into, as (`vectors` or `gates`, index)."""
+    name, index = path[:2]
+    assert isinstance(name, str)
+    assert isinstance(index, int)
+    return name, index
 
 
-def _rank(source: Resolved, algorithm: str) -> int:
-    """Rank of a low-rank payload as its algorithm counts it; 0 for others."""
-    shapes = {name: SimpleNamespace(shape=shape) for name, shape in source.outline.shapes.items()}
-    if source.outline.widths:
-        return 0
-    return get_algorithm(algorithm).wire_rank(SimpleNamespace(**shapes)) or 0
+def _for_this_request(gate: PlannedGate) -> PlannedGate:
+    """An operator's gate where the request is no turn of a conversation: it lasts as long as the request."""
+    return replace(gate, scope="rest_of_request") if gate.scope == CONVERSATION_SCOPE else gate
 
 
-def _refuse_overlaps(vectors: Sequence[PlannedVector], numbers: Sequence[int], where: ParamWriter) -> None:
-    """conflict `error`: no two clauses may select one row at a shared site."""
-    for later, second in enumerate(vectors):
-        for earlier, first in enumerate(vectors[:later]):
-            shared = sorted(set(first.sites) & set(second.sites), key=lambda site: site_order(*site))
-            if shared and can_overlap(first.where, second.where):
-                raise SteeringError(
-                    "vector_conflict",
-                    f"vectors[{numbers[earlier]}] can select the same rows at {site_name(*shared[0])}, and `conflict` "
-                    "is `error`. Make the clauses disjoint, or choose another conflict.",
-                    where(("vectors", numbers[later])),
-                )
+def _locked(param: str) -> SteeringError:
+    return SteeringError(
+        "default_locked", "This server's default steering is locked, so it cannot be turned off. Leave this out.", param
+    )
 
 
-def _reaches(gate: PlannedGate, vector: PlannedVector) -> bool:
-    """Whether an attenuating gate can ever meet a static vector: a row that both touch, at a site in reach."""
-    selected = reachable_phases(vector.where)
-    if not any(selected[phase] for phase in gate_phases(gate).reach):
-        return False
-    if gate.probe_site is None or gate.scope != "this_token":
-        return True
-    probe = gate.probe_site
-    return any(site_order(*site) >= site_order(*probe) for site in vector.sites)
-
-
-def _apply_name(apply: AddApply | AttenuateApply | ObserveApply) -> Literal["add", "attenuate", "observe"]:
-    if isinstance(apply, AddApply):
-        return "add"
-    return "attenuate" if isinstance(apply, AttenuateApply) else "observe"
+def _path_of(vector: PlannedVector, admitted: Admitted) -> str:
+    """Where a vector stands in the request; the request as a whole for one of the server default's."""
+    for number, place in enumerate(admitted.numbers):
+        if admitted.plan.vectors[number] is vector and place is not None:
+            return admitted.where(("vectors", place))
+    return admitted.where(())

@@ -69,6 +69,11 @@ class RequestBook:
         """What the gates did before row `end`, the first that was not accepted yet."""
         return History([gate.history() for gate in self._gates], end)
 
+    @property
+    def fired(self) -> int:
+        """Rows at which any of the gates fired, summed over the gates."""
+        return sum(gate.fired for gate in self._gates)
+
     def snapshot(self) -> list[dict[str, Any]]:
         """The accounts as plain values."""
         return [gate.snapshot() for gate in self._gates]

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 from steergate_server.algorithms.registry import get_algorithm
+from steergate_server.runtime.gates import added_vectors
 from steergate_server.runtime.plan import Plan, PlannedVector, SiteName
 from steergate_server.runtime.selection import Selection
 from steergate_server.schema.hooks import HOOK_COMPONENTS
@@ -54,20 +55,24 @@ def rows_by_component(rows: Mapping[tuple[str, Hashable], int]) -> Counter[str]:
     return total
 
 
-def demand_of(plan: Plan, selection: Selection, *, in_graph: bool) -> Demand:
-    """What a plan needs, given what its vectors select. in_graph: static vectors live in tables, not in programs."""
+def demand_of(plan: Plan, selections: Sequence[Selection], *, in_graph: bool) -> Demand:
+    """What a plan needs, given what the vectors of each of its stacks select.
+
+    in_graph: static vectors live in tables, not in programs.
+    """
     slots: set[Hashable] = set()
     rows: dict[tuple[str, Hashable], int] = {}
-    for mask in selection.distinct():
-        at_sites = plan.at_sites(mask)
-        slots.add(_content(at_sites))
-        if in_graph:
+    for stack, selection in zip(plan.stacks, selections, strict=True):
+        for mask in selection.distinct():
+            at_sites = stack.at_sites(mask)
+            slots.add(_content(at_sites))
+            if in_graph:
+                rows |= _rows(at_sites)
+    for gates in [*([gate] for gate in plan.gates), plan.bridge]:
+        at_sites = added_vectors(gate for gate in gates if gate.apply == "add")
+        if at_sites:
+            slots.add(_content(at_sites))
             rows |= _rows(at_sites)
-    for gate in plan.gates:
-        if gate.apply == "add":
-            content = ("direct", gate.steer_digest, gate.strength)
-            slots.add(tuple((site, content) for site in sorted(gate.steer_sites)))
-            rows |= {("hidden_states", (site, content)): 1 for site in gate.steer_sites}
     return Demand(frozenset(slots), rows)
 
 

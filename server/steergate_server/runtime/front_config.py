@@ -14,11 +14,12 @@ FRONT_ENVIRONMENT = "STEERGATE_FRONT"
 
 class FrontConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """`sources`: where a request's numbers may come from. `max_inline_bytes`: bytes of a request's `steering` member
-    after base64 decoding. `keys`: steering keys; empty means mutations are refused. `development`: vLLM's development
-    mode, in which an empty `keys` lets mutations through."""
+    after base64 decoding. `default_file`: path of the server default to start with. `keys`: steering keys; empty means
+    mutations are refused. `development`: vLLM's development mode, in which an empty `keys` lets mutations through."""
 
     sources: tuple[str, ...] = ("name", "inline")
     max_inline_bytes: int = 16 * 2**20
+    default_file: str | None = None
     keys: tuple[str, ...] = ()
     development: bool = False
 

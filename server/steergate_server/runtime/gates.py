@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from steergate_server.graph.lanes import BELOW, COSINE, LASTING, SOFT, Lanes
-from steergate_server.runtime.plan import PlannedGate
+from steergate_server.runtime.plan import PlannedGate, PlannedVector, SiteName
 from steergate_server.runtime.selection import PHASES
+from steergate_server.schema.requests import Where
 
 NOTHING, CERTAIN, LATCHED, FIRED_LAST = 0, 1, 2, 3
 """Where a lane's weight comes from when a row starts: 0, 1, the latch, or the firing of the row before."""
@@ -34,6 +36,26 @@ def gate_phases(gate: PlannedGate) -> GatePhases:
         return GatePhases((NOTHING, CERTAIN if at_end else NOTHING, CERTAIN if generated else NOTHING), look)
     carried = {"this_token": NOTHING, "next_step": FIRED_LAST}.get(gate.scope, LATCHED)
     return GatePhases((NOTHING, NOTHING, carried), look)
+
+
+def added_vectors(gates: Iterable[PlannedGate]) -> dict[SiteName, tuple[PlannedVector, ...]]:
+    """What gates that add would add at each site if all of them had weight 1; equal for equal gates in any order."""
+    found: dict[SiteName, list[PlannedVector]] = {}
+    for gate in sorted(gates, key=lambda gate: gate.identity):
+        vector = PlannedVector(
+            algorithm="direct",
+            digest=gate.steer_digest,
+            scale=gate.strength,
+            sites=gate.steer_sites,
+            where=_EVERYWHERE,
+        )
+        for site in gate.steer_sites:
+            found.setdefault(site, []).append(vector)
+    return {site: tuple(vectors) for site, vectors in found.items()}
+
+
+_EVERYWHERE = Where(prompt="all", generation="all")
+"""A gate's vector has no clause of its own: its lane's weight decides."""
 
 
 def gate_bits(gate: PlannedGate) -> int:

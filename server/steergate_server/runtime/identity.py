@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from steergate_server.runtime.plan import Plan, fingerprint
 from steergate_server.runtime.selection import Selection, ignores_phase
@@ -11,23 +11,24 @@ from steergate_server.runtime.selection import Selection, ignores_phase
 _TAG = b"steergate/kv/1\0"
 
 
-def first_changed_row(plan: Plan, selection: Selection) -> int | None:
-    """The first row whose KV the plan can change, given what its vectors select; None if it can change none."""
-    end = len(selection.prompt) - 1
+def first_changed_row(plan: Plan, selections: Sequence[Selection], prompt_length: int) -> int | None:
+    """The first row whose KV the plan can change, or None; selections: what each of its stacks selects."""
+    end = prompt_length - 1
     rows = [end + 1 if gate.at == "generated" else end for gate in plan.gates if gate.apply != "observe"]
-    row = selection.first_row(end + 1)
-    rows += [] if row is None else [row]
+    rows += [end] if plan.bridge else []
+    rows += [row for selection in selections if (row := selection.first_row(end + 1)) is not None]
     return min(rows, default=None)
 
 
-def cache_identity(plan: Plan, prompt_length: int, *, bridge: str = "") -> bytes:
+def cache_identity(plan: Plan, prompt_length: int) -> bytes:
     """32 bytes that stand for what the plan does to a request with this prompt length.
 
     The prompt length enters only where the effect depends on where the prompt ends; otherwise a later turn may reuse
     the blocks of an earlier answer.
     """
-    phase_free = not plan.gates and all(ignores_phase(vector.where) for vector in plan.vectors)
-    parts = (fingerprint(plan), "" if phase_free else str(prompt_length), bridge)
+    clauses = [clause for stack in plan.stacks for clause in stack.clauses]
+    phase_free = not plan.gates and not plan.bridge and all(map(ignores_phase, clauses))
+    parts = (fingerprint(plan), "" if phase_free else str(prompt_length))
     # Joined by a byte that no part can hold: parts must not be able to imitate each other.
     return hashlib.sha256(_TAG + "\0".join(parts).encode()).digest()
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
+from steergate_server.runtime.admission import Admitted
 from steergate_server.runtime.books import GateBook
-from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName
+from steergate_server.runtime.conversations import CONVERSATION_SCOPE
+from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName, Stack
 from steergate_server.runtime.selection import select
 from steergate_server.schema.hooks import site_name, site_order
 from steergate_server.schema.reports import ChoiceReport, GateReport, VectorReport
@@ -27,27 +30,46 @@ def vector_report(vector: PlannedVector, selected: int | None = None, applied: i
 
 
 def choice_report(
-    plan: Plan, index: int, prompt: Sequence[int], output: Sequence[int], books: Sequence[dict[str, Any]]
+    admitted: Admitted, index: int, prompt: Sequence[int], output: Sequence[int], books: Mapping[str, Any]
 ) -> ChoiceReport:
-    """What was applied to one choice, whose tokens are `prompt` and `output`; books: the scheduler's, by gate."""
-    empty = GateBook().snapshot()
-    gates = [
-        _gate_report(plan, gate, books[number] if number < len(books) else empty, len(prompt), len(output))
-        for number, gate in enumerate(plan.gates)
+    """What was applied to one choice, whose tokens are `prompt` and `output`.
+
+    books: the scheduler's. `gates`: its accounts of the gates that ran; where the turn was bridged also `ran`, which of
+    the plan's gates those are, and `bridge`, what was latched before.
+    """
+    plan = admitted.plan
+    accounts = books.get("gates", [])
+    ran = dict(zip(books.get("ran", range(len(plan.gates))), accounts, strict=False))
+    bridge = [msgspec.convert(gate, PlannedGate) for gate in books.get("bridge", ())]
+    declared = {gate.identity for gate in plan.gates}
+    gates = []
+    for number, gate in enumerate(plan.gates):
+        bridged = bool(bridge) and number not in ran
+        account = ran.get(number, _EMPTY)
+        gates.append(_gate_report(plan, gate, account, len(prompt), len(output), "bridged" if bridged else "ran"))
+    gates += [_gate_report(plan, gate, _EMPTY, len(prompt), len(output), "overridden") for gate in admitted.overridden]
+    gates += [
+        _gate_report(plan, gate, _EMPTY, len(prompt), len(output), "bridged")
+        for gate in bridge
+        if gate.identity not in declared
     ]
-    return ChoiceReport(index=index, vectors=_vector_reports(plan, prompt, output), gates=gates)
+    vectors = [report for stack in reversed(plan.stacks) for report in _vector_reports(stack, prompt, output)]
+    return ChoiceReport(index=index, vectors=vectors, gates=gates)
 
 
-def _vector_reports(plan: Plan, prompt: Sequence[int], output: Sequence[int]) -> list[VectorReport]:
-    vectors = plan.vectors
+_EMPTY = GateBook().snapshot()
+
+
+def _vector_reports(stack: Stack, prompt: Sequence[int], output: Sequence[int]) -> list[VectorReport]:
+    vectors = stack.vectors
     if not vectors or not prompt:
         return [vector_report(vector, 0, 0) for vector in vectors]
     # The last token of an answer is never an input, so it has no row.
     tokens = np.asarray(output[:-1], dtype=np.int64)
-    selection = select([vector.where for vector in vectors], prompt, len(prompt) + len(output) + 1)
+    selection = select(stack.clauses, prompt, len(prompt) + len(output) + 1)
     masks = np.concatenate((selection.prompt, selection.generated(np.arange(len(tokens)), tokens)))
     values, counts = np.unique(masks, return_counts=True)
-    acting = {int(mask): _acting(plan, int(mask)) for mask in values}
+    acting = {int(mask): _acting(stack, int(mask)) for mask in values}
     reports = []
     for number, vector in enumerate(vectors):
         rows = [(int(mask), int(count)) for mask, count in zip(values, counts, strict=True) if int(mask) >> number & 1]
@@ -57,31 +79,43 @@ def _vector_reports(plan: Plan, prompt: Sequence[int], output: Sequence[int]) ->
     return reports
 
 
-def _acting(plan: Plan, mask: int) -> set[int]:
+def _acting(stack: Stack, mask: int) -> set[int]:
     """The vectors that act anywhere on a row that selects a set of them: `priority` can leave some out."""
-    vectors = plan.vectors
-    found = [vector for here in plan.at_sites(mask).values() for vector in here]
+    vectors = stack.vectors
+    found = [vector for here in stack.at_sites(mask).values() for vector in here]
     return {number for number, vector in enumerate(vectors) if any(vector is other for other in found)}
 
 
 def _gate_report(
-    plan: Plan, gate: PlannedGate, book: dict[str, Any], prompt_length: int, output_length: int
+    plan: Plan,
+    gate: PlannedGate,
+    book: Mapping[str, Any],
+    prompt_length: int,
+    output_length: int,
+    status: Literal["ran", "bridged", "overridden"],
 ) -> GateReport:
-    looked_at_end = gate.at != "generated" and output_length > 0
+    first: Literal["steered", "partly", "untouched"]
+    if status == "bridged":
+        first = "untouched" if gate.apply == "observe" else "steered"
+    else:
+        looked_at_end = status == "ran" and gate.at != "generated" and output_length > 0
+        first = _first_answer_token(plan, gate, looked_at_end, book["first_fired"] == prompt_length - 1)
+    lasting = plan.conversation is not None and gate.scope == CONVERSATION_SCOPE
+    fired = book["fired"] > 0 or (gate.when == "always" and output_length > 0)
     return GateReport(
         label=gate.label,
         when=gate.when,
         scope=gate.scope,  # type: ignore[arg-type]
         apply=gate.apply,
-        status="ran",
+        status=status,
         evaluated=book["evaluated"],
         fired=book["fired"],
         first_fired=book["first_fired"],
         last_fired=book["last_fired"],
         max_score=book["max_score"],
-        latched=False,
+        latched=status == "bridged" or (status == "ran" and lasting and fired),
         sites_out_of_reach=[site_name(*site) for site in sites_out_of_reach(plan, gate)],
-        first_answer_token=_first_answer_token(plan, gate, looked_at_end, book["first_fired"] == prompt_length - 1),
+        first_answer_token=first,
     )
 
 

@@ -12,13 +12,15 @@ from steergate_server.runtime.selection import PHASES, Selection
 
 
 class RowSlots:
-    """Slots by row. `rows` answers for any; `by_phase` [PHASES] int32 where no clause knows more than the phase.
+    """Slots by row. `rows` answers for any; `by_phase` [PHASES] int32 where no clause knows more than the phase, else 0
+    (`exact`).
 
     A generated row whose slot depends on its token is answered on the device, by `conditioned`: under asynchronous
     scheduling the host does not know the token yet.
     """
 
     def __init__(self, selection: Selection, slot_of: Mapping[int, int], *, exact: bool, device: torch.device) -> None:
+        self.exact = exact
         masks = sorted(slot_of)
         slots = [slot_of[mask] for mask in masks]
         self.depends_on_token = bool(len(selection.tokens))

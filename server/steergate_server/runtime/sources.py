@@ -24,6 +24,7 @@ from steergate_server.schema.payloads import (
     ReftPayload,
     RouterPayload,
 )
+from steergate_server.schema.registry import DigestVec
 from steergate_server.schema.requests import InlinePayload, InlineVec, NamedVec
 from steergate_server.schema.words import VectorKind
 
@@ -67,13 +68,15 @@ class Sources:
 
     def resolve(
         self,
-        source: NamedVec | InlineVec | InlinePayload,
+        source: NamedVec | InlineVec | InlinePayload | DigestVec,
         kind: VectorKind,
         path: Path,
         where: ParamWriter,
         held: list[str],
     ) -> Resolved:
         """Resolve a source and hold its payload. Raises SteeringError with `where(...)` of what is to blame."""
+        if isinstance(source, DigestVec):
+            return self._held(source, kind, path, where, held)
         if isinstance(source, NamedVec):
             return self._named(source, kind, path, where, held)
         if "inline" not in self._kinds:
@@ -109,6 +112,21 @@ class Sources:
         for site in sites:
             self.check_site(site, entry.outline.widths[site], where, Place(name, name, name))
         return Resolved(entry.outline, sites, inline=False)
+
+    def _held(self, source: DigestVec, kind: VectorKind, path: Path, where: ParamWriter, held: list[str]) -> Resolved:
+        """A payload that the server holds already, by its digest."""
+        digest: Path = (*path, "digest")
+        try:
+            known = self._names.hold_digest(source.digest)
+        except SteeringError as error:
+            raise SteeringError(error.code, error.message, where(digest)) from None
+        held.append(source.digest)
+        if kind == "probe" and known.zeros:
+            raise SteeringError("zero_vector", "A probe of zeros never tells rows apart.", where(digest))
+        sites = pick(known.sites, source.layers, source.hook, path, where)
+        for site in sites:
+            self.check_site(site, known.widths[site], where, Place(digest, digest, digest))
+        return Resolved(known, sites, inline=False)
 
     def check_payload(self, payload: Payload, path: Path, where: ParamWriter) -> None:
         """Check the sites and widths that a payload names against the model."""
@@ -189,13 +207,13 @@ class Place(NamedTuple):
     width: Path
 
 
-def param_writer(as_list: bool) -> ParamWriter:
+def param_writer(as_list: bool, prefix: str = "steering") -> ParamWriter:
     """Writes paths as the client sent them: a bare list of gates has no member `gates`."""
 
     def write(path: Path) -> str:
         if as_list and path[:1] == ("gates",):
             path = path[1:]
-        return format_path(path, "steering")
+        return format_path(path, prefix)
 
     return write
 

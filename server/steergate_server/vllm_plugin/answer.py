@@ -20,6 +20,7 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 
 APPLIED_HEADER = b"x-steering-applied"
+OVERRIDDEN_HEADER = b"x-steering-overridden"
 _DONE = b"data: [DONE]"
 
 
@@ -88,7 +89,10 @@ class AnswerEditor:
             headers = [(name, value) for name, value in headers if name != b"content-length"]
             headers.append((b"content-length", str(length).encode()))
         if 200 <= head["status"] < 300:
-            headers.append((APPLIED_HEADER, self._call.admitted.fingerprint.encode()))
+            if self._call.admitted.announced:
+                headers.append((APPLIED_HEADER, self._call.admitted.fingerprint.encode()))
+            if self._call.admitted.overridden:
+                headers.append((OVERRIDDEN_HEADER, b"gates"))
         await self._send({**head, "headers": headers})
 
     # A body of one piece ----------------------------------------------------------------------------------------

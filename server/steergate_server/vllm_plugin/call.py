@@ -21,7 +21,7 @@ class _Choice:
     def __init__(self) -> None:
         self.prompt: Sequence[int] = ()
         self.output: list[int] = []
-        self.gates: list[dict[str, Any]] = []
+        self.books: dict[str, Any] = {}
 
 
 class SteeredCall:
@@ -47,25 +47,28 @@ class SteeredCall:
         self._choices.append(_Choice())
         return len(self._choices) - 1
 
-    def observe(
-        self, index: int, prompt: Sequence[int], tokens: Sequence[int], gates: list[dict[str, Any]] | None
-    ) -> None:
+    def observe(self, index: int, prompt: Sequence[int], tokens: Sequence[int], books: dict[str, Any]) -> None:
         """Take over one output of an engine request: its new tokens, and the scheduler's books if they came."""
         choice = self._choices[index]
         choice.prompt = prompt
         choice.output += tokens
-        if gates is not None:
-            choice.gates = gates
+        if "gates" in books:
+            choice.books = books
+
+    def last_row(self, index: int) -> int:
+        """The last row of an engine request whose output the client was given."""
+        choice = self._choices[index]
+        return len(choice.prompt) + len(choice.output) - 2
 
     def report(self) -> SteeringReport:
         """The report as it stands."""
         plan = self.admitted.plan
         return SteeringReport(
             fingerprint=self.admitted.fingerprint,
-            default="none",
-            vectors=[vector_report(vector) for vector in plan.vectors],
+            default=self.admitted.default,
+            vectors=[vector_report(vector) for stack in reversed(plan.stacks) for vector in stack.vectors],
             choices=[
-                choice_report(plan, index, choice.prompt, choice.output, choice.gates)
+                choice_report(self.admitted, index, choice.prompt, choice.output, choice.books)
                 for index, choice in enumerate(self._choices)
             ],
         )

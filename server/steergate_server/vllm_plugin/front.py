@@ -19,7 +19,10 @@ from steergate_server.runtime.config import SPOOL_ENVIRONMENT, engine_config
 from steergate_server.runtime.front_config import load_front_config
 from steergate_server.runtime.sites import Site
 from steergate_server.runtime.sources import ModelFacts
+from steergate_server.schema.decode import decode
+from steergate_server.schema.registry import ServerDefault
 from steergate_server.schema.version import CONTRACT_VERSION
+from steergate_server.vllm_plugin import metrics
 from steergate_server.vllm_plugin.compat import check_vllm
 from steergate_server.vllm_plugin.generate import wrap_generate
 from steergate_server.vllm_plugin.middleware import MiddlewareState, SteeringMiddleware
@@ -57,6 +60,22 @@ class SteerGateEndpoint:
             graph_mode=config.graph_mode,
         )
         self._state.server_key = any([*(args.api_key or []), envs.VLLM_API_KEY])
-        spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
-        self._state.admission = Admission(config, facts, NameIndex(spool), sources=self._state.config.sources)
-        wrap_generate(engine_client, self._state.admission)
+        spool = Path(os.environ[SPOOL_ENVIRONMENT])
+        self._state.admission = Admission(config, facts, NameIndex(Spool(spool)), sources=self._state.config.sources)
+
+        async def send_message(message: str) -> None:
+            # Between the requests that were sent before and after it, as nothing else of vLLM's is: see the scheduler.
+            await engine_client.engine_core.abort_requests_async([message])
+
+        async def ask_workers() -> list[dict[str, Any]]:
+            answers: list[dict[str, Any]] = await engine_client.collective_rpc("steergate_status")
+            return answers
+
+        self._state.send_message = send_message
+        self._state.ask_workers = ask_workers
+        self._state.spool = spool
+        metrics.watch(spool)
+        wrap_generate(engine_client, self._state.admission, send_message)
+        if self._state.config.default_file is not None:
+            content = Path(self._state.config.default_file).read_bytes()
+            self._state.admission.set_default(decode(content, ServerDefault))

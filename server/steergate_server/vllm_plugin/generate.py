@@ -5,33 +5,39 @@ It is an attribute of the one engine-client object that vLLM hands to `init_stat
 
 from __future__ import annotations
 
-import copy
-from collections.abc import AsyncGenerator, Callable
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+from msgspec.structs import replace
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams
 
 from steergate_server.runtime.admission import Admission
-from steergate_server.runtime.plan import encode_plan
+from steergate_server.runtime.conversations import CONVERSATION_SCOPE, settle_message
+from steergate_server.runtime.plan import Plan, encode_plan
 from steergate_server.schema.errors import SteeringError
+from steergate_server.vllm_plugin import metrics
 from steergate_server.vllm_plugin.call import SteeredCall, current_call
-from steergate_server.vllm_plugin.carrier import PLAN_KEY
+from steergate_server.vllm_plugin.carrier import PLAN_KEY, with_plan
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
+SendMessage = Callable[[str], Awaitable[None]]
 
 
-def wrap_generate(engine_client: Any, admission: Admission) -> None:
-    """Wrap `engine_client.generate` on this object."""
+def wrap_generate(engine_client: Any, admission: Admission, send: SendMessage) -> None:
+    """Wrap `engine_client.generate` on this object. send: sends the scheduler a message about a conversation."""
     longest = engine_client.model_config.max_model_len
 
     def admit_prompt(call: SteeredCall, prompt: Any) -> None:
         admission.admit_prompt(call.admitted, prompt["prompt_token_ids"], longest)
 
-    engine_client.generate = steered_generate(engine_client.generate, admit_prompt)
+    engine_client.generate = steered_generate(engine_client.generate, admit_prompt, send)
 
 
-def steered_generate(generate: Generate, admit_prompt: Callable[[SteeredCall, Any], None]) -> Generate:
+def steered_generate(
+    generate: Generate, admit_prompt: Callable[[SteeredCall, Any], None], send: SendMessage
+) -> Generate:
     """A `generate` with the same signature that carries the plan of the HTTP request it is called for.
 
     admit_prompt: decides what only the prompt's tokens can tell; raises SteeringError.
@@ -52,14 +58,23 @@ def steered_generate(generate: Generate, admit_prompt: Callable[[SteeredCall, An
             admit_prompt(call, prompt)
         except SteeringError as error:
             raise _failed(call, error) from None
-        plan = call.admitted.plan
-        if plan.groups or plan.gates:
-            sampling_params = copy.copy(sampling_params)
-            sampling_params.extra_args = {**(extra or {}), PLAN_KEY: encode_plan(plan)}
+        plan, settlement = _with_settlement(call.admitted.plan, sampling_params)
+        if plan.acts or plan.conversation is not None:
+            sampling_params = with_plan(sampling_params, encode_plan(plan))
         outputs = generate(prompt, sampling_params, request_id, *args, **kwargs)
-        return _observed(outputs, call, call.open_choice())
+        return _observed(outputs, call, call.open_choice(), send, settlement)
 
     return wrapper
+
+
+def _with_settlement(plan: Plan, sampling_params: Any) -> tuple[Plan, str]:
+    """A plan that may latch gates, where stop strings end the answer: they are found on this side of the engine."""
+    if plan.conversation is None or not sampling_params.stop:
+        return plan, ""
+    if not any(gate.scope == CONVERSATION_SCOPE for gate in plan.gates):
+        return plan, ""
+    name = uuid.uuid4().hex
+    return replace(plan, conversation=replace(plan.conversation, settlement=name)), name
 
 
 def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
@@ -72,12 +87,31 @@ def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
         raise SteeringError(
             "steering_not_supported_here", "Only prompts of tokens can be steered, not prompt embeddings.", "steering"
         )
+    latching = any(gate.scope == CONVERSATION_SCOPE for gate in call.admitted.plan.gates)
+    if latching and ((sampling_params.n or 1) > 1 or call.reached_engine):
+        raise SteeringError(
+            "conversation_single_choice",
+            "A gate of scope `rest_of_conversation` needs one answer to go on from. Send one prompt, with n = 1.",
+            "n" if (sampling_params.n or 1) > 1 else "prompt",
+        )
     if call.wants_report and (sampling_params.n or 1) > 1:
         raise SteeringError("not_implemented", "A report with n > 1 is not there yet. Use n = 1.", "steering.report")
 
 
-async def _observed(outputs: AsyncGenerator[Any, None], call: SteeredCall, index: int) -> AsyncGenerator[Any, None]:
-    """Pass outputs on; take our dict off them. Raises what vLLM's handlers turn into a refusal if steering failed."""
+async def _observed(
+    outputs: AsyncGenerator[Any, None], call: SteeredCall, index: int, send: SendMessage, settlement: str
+) -> AsyncGenerator[Any, None]:
+    """Pass outputs on; take our dict off them. Raises what vLLM's handlers turn into a refusal if steering failed.
+
+    settlement: the name under which the scheduler waits to hear which rows count; empty for none.
+    """
+
+    async def settle() -> None:
+        nonlocal settlement
+        if settlement:
+            name, settlement = settlement, ""
+            await send(settle_message(name, call.last_row(index)))
+
     try:
         async for output in outputs:
             ours = _take(output)
@@ -86,10 +120,15 @@ async def _observed(outputs: AsyncGenerator[Any, None], call: SteeredCall, index
                 raise _failed(call, SteeringError(error["code"], error["message"], error["param"] or "steering"))
             # Streams bring the new tokens only, other requests all of them at the end.
             tokens = [token for choice in output.outputs for token in choice.token_ids]
-            call.observe(index, output.prompt_token_ids or (), tokens, ours.get("gates"))
+            metrics.fired(ours.get("fired", 0) if output.finished else 0)
+            call.observe(index, output.prompt_token_ids or (), tokens, ours)
+            if output.finished:
+                # Before the client hears of the end: its next turn must find what this one latched.
+                await settle()
             yield output
     finally:
         await outputs.aclose()
+        await settle()
 
 
 def _take(output: Any) -> dict[str, Any]:
@@ -105,4 +144,5 @@ def _take(output: Any) -> dict[str, Any]:
 def _failed(call: SteeredCall, error: SteeringError) -> Exception:
     """Note the refusal, which the middleware sends, and end vLLM's handler in a way that it knows."""
     call.failure = error
+    metrics.refused(error)
     return VLLMValidationError(error.message, parameter=error.param)

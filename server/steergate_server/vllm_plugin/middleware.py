@@ -6,17 +6,21 @@ It knows the closed list of routes that carry steering. On every other route our
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import msgspec
 
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.front_config import FrontConfig
+from steergate_server.runtime.plan import Conversation
 from steergate_server.schema.decode import decode_conversation_id, decode_steering
 from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.requests import SteeringRequest
+from steergate_server.vllm_plugin import metrics
 from steergate_server.vllm_plugin.answer import AnswerEditor, send_error
 from steergate_server.vllm_plugin.call import SteeredCall, current_call
 from steergate_server.vllm_plugin.envelope import Envelope, open_envelope
@@ -28,6 +32,12 @@ Send = Callable[[Message], Awaitable[None]]
 
 CARRYING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
 """The POST routes that carry steering."""
+
+GENERATING_ROUTES = CARRYING_ROUTES | {
+    "/v1/responses", "/v1/messages", "/invocations", "/inference/v1/generate", "/generative_scoring",
+    "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations",
+}  # fmt: skip
+"""The POST routes that generate: those that cannot carry steering are refused while a server default is in force."""
 
 _OWN_ROUTES = "/v1/steering/"
 
@@ -72,16 +82,27 @@ class SteeringMiddleware:
 
     def _open(self, path: str, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
         """The call that a body asks for, and the body that vLLM gets. Raises SteeringError."""
+        with metrics.admission():
+            call, rest = self._open_body(path, scope, body)
+        if call is not None:
+            metrics.admitted(call.admitted.plan)
+        return call, rest
+
+    def _open_body(self, path: str, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
         if b'name="steering"' in body and _content_type(scope).startswith(b"multipart/"):
             raise _not_here(path)
         envelope = open_envelope(body)
-        if envelope is None or (envelope.steering is None and envelope.conversation_id is None):
+        if envelope is None:
+            return None, body
+        asked = envelope.steering is not None or envelope.conversation_id is not None
+        default = self._state.admission.default if self._state.admission is not None else None
+        if not asked and (default is None or path not in GENERATING_ROUTES):
             return None, body
         if path not in CARRYING_ROUTES:
-            raise _not_here(path, "conversation_id" if envelope.steering is None else "steering")
-        return self._admit(envelope), envelope.body
+            raise _not_here(path, "conversation_id" if envelope.steering is None else "steering", inherited=not asked)
+        return self._admit(envelope, scope), envelope.body
 
-    def _admit(self, envelope: Envelope) -> SteeredCall | None:
+    def _admit(self, envelope: Envelope, scope: Scope) -> SteeredCall | None:
         if self._state.admission is None:
             raise SteeringError("steering_not_supported_here", "The engine is not up yet. Send the request again.")
         conversation = decode_conversation_id(envelope.conversation_id or b"null")
@@ -95,18 +116,36 @@ class SteeringMiddleware:
                 "steering",
             )
         request = decode_steering(raw)
-        if request is None or request is False:
-            return None
-        assert isinstance(request, SteeringRequest)
-        if msgspec.json.decode(envelope.rest.get("use_beam_search", b"null")) not in (None, False):
+        turn = None
+        if conversation is not None and self._state.admission.config.gates:
+            turn = Conversation(key=conversation_key(self._state.principal(scope), conversation))
+        call = self._admit_steering(request, turn, conversation, as_list=raw.lstrip()[:1] == b"[")
+        if call is not None and msgspec.json.decode(envelope.rest.get("use_beam_search", b"null")) not in (None, False):
             raise SteeringError(
                 "steering_not_supported_here",
                 "Beam search sends generated tokens as a new prompt, so rows cannot be told. Leave one of the two out.",
                 "use_beam_search",
             )
-        assert self._state.admission is not None
-        as_list = raw.lstrip()[:1] == b"["
-        return SteeredCall(self._state.admission.admit(request, as_list=as_list, conversation_id=conversation))
+        return call
+
+    def _admit_steering(
+        self,
+        request: SteeringRequest | Literal[False] | None,
+        turn: Conversation | None,
+        conversation_id: str | None,
+        *,
+        as_list: bool,
+    ) -> SteeredCall | None:
+        admission = self._state.admission
+        assert admission is not None
+        if request is False:
+            admitted = admission.admit_opt_out(turn)
+            return None if admitted is None else SteeredCall(admitted)
+        if request is None and turn is None and admission.default is None:
+            return None
+        return SteeredCall(
+            admission.admit(request, as_list=as_list, conversation_id=conversation_id, conversation=turn)
+        )
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, call: SteeredCall | None, body: bytes) -> None:
         scope["headers"] = [
@@ -136,10 +175,34 @@ class MiddlewareState:
         self.contract = contract
         self.server_key = False
         self.admission: Admission | None = None
+        self.send_message: Callable[[str], Awaitable[None]] | None = None
+        """Sends the scheduler a message about a conversation."""
+        self.ask_workers: Callable[[], Awaitable[list[dict[str, Any]]]] | None = None
+        """What steering holds on each worker."""
+        self.spool: Path | None = None
+        """The folder in which payloads lie, and the engine's status."""
+
+    def principal(self, scope: Scope) -> str:
+        """Who is asking: the API key, where the server has one; without it all clients are one."""
+        if not self.server_key:
+            return ""
+        return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), "")
 
 
-def _not_here(path: str, member: str = "steering") -> SteeringError:
+def conversation_key(principal: str, conversation_id: str) -> str:
+    """What stands for a conversation outside of this process: neither the API key nor the id can be read from it."""
+    content = len(principal).to_bytes(8, "little") + principal.encode() + conversation_id.encode()
+    return hashlib.sha256(b"steergate/conversation/1\0" + content).hexdigest()
+
+
+def _not_here(path: str, member: str = "steering", *, inherited: bool = False) -> SteeringError:
     routes = " or ".join(sorted(CARRYING_ROUTES))
+    if inherited:
+        return SteeringError(
+            "steering_not_supported_here",
+            f"This server has default steering, which {path} does not carry. Use {routes}.",
+            None,
+        )
     return SteeringError("steering_not_supported_here", f"{path} does not carry steering. Send it to {routes}.", member)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 from typing import Any, cast
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
 from steergate_server.algorithms.registry import get_algorithm
@@ -13,23 +14,33 @@ from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapab
 from steergate_server.registry.numbers import canonical
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.config import EngineConfig
+from steergate_server.runtime.conversations import forget_message
+from steergate_server.runtime.engine_status import load_status
 from steergate_server.runtime.front_config import FrontConfig
-from steergate_server.schema.decode import decode, encode
+from steergate_server.schema.decode import decode, decode_conversation_id, decode_steering, encode
 from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.hooks import HOOK_COMPONENTS, HOOKS, Component
 from steergate_server.schema.payloads import DirectionPayload, Payload
 from steergate_server.schema.registry import (
     AlgorithmInfo,
     CapabilitiesAnswer,
+    DefaultAnswer,
+    ErrorDetail,
+    ForgetAnswer,
     HookInfo,
     Limits,
     RegisterAnswer,
     RegisterRequest,
+    ServerDefault,
+    StatusAnswer,
     UnregisterAnswer,
     UnregisterRequest,
+    ValidateAnswer,
+    WorkerStatus,
 )
 from steergate_server.schema.requests import MAX_VECTORS
-from steergate_server.vllm_plugin.middleware import MiddlewareState
+from steergate_server.vllm_plugin import metrics
+from steergate_server.vllm_plugin.middleware import MiddlewareState, conversation_key
 
 
 class Routes:
@@ -46,6 +57,12 @@ class Routes:
         router.add_api_route("/vectors/{kind}/{name}", self._guarded(self.show_vector), methods=["GET"])
         router.add_api_route("/vectors/register", self._guarded(self.register), methods=["POST"])
         router.add_api_route("/vectors/unregister", self._guarded(self.unregister), methods=["POST"])
+        router.add_api_route("/default", self._guarded(self.show_default), methods=["GET"])
+        router.add_api_route("/default", self._guarded(self.put_default), methods=["PUT"])
+        router.add_api_route("/default", self._guarded(self.clear_default), methods=["DELETE"])
+        router.add_api_route("/status", self._guarded(self.status), methods=["GET"])
+        router.add_api_route("/validate", self._guarded(self.validate), methods=["POST"])
+        router.add_api_route("/conversations/{id}", self._guarded(self.forget), methods=["DELETE"])
         return router
 
     @property
@@ -100,6 +117,78 @@ class Routes:
         self._require_steering_key(request)
         body = decode(await _body(request, 65_536), UnregisterRequest)
         return self._admission.names.unregister(body.name, body.kind)
+
+    async def show_default(self, request: Request) -> DefaultAnswer:  # noqa: ARG002 - one shape for all handlers
+        """`GET /v1/steering/default`."""
+        default = self._admission.default
+        return DefaultAnswer(default=None if default is None else default.definition)
+
+    async def put_default(self, request: Request) -> DefaultAnswer:
+        """`PUT /v1/steering/default`."""
+        self._require_steering_key(request)
+        body = decode(await _body(request, self._state.config.max_inline_bytes), ServerDefault)
+        return DefaultAnswer(default=await asyncio.to_thread(self._admission.set_default, body))
+
+    async def clear_default(self, request: Request) -> DefaultAnswer:
+        """`DELETE /v1/steering/default`."""
+        self._require_steering_key(request)
+        self._admission.clear_default()
+        return DefaultAnswer(default=None)
+
+    async def status(self, request: Request) -> StatusAnswer:
+        """`GET /v1/steering/status`."""
+        self._require_steering_key(request)
+        assert self._state.ask_workers is not None
+        assert self._state.spool is not None
+        workers = await self._state.ask_workers()
+        return StatusAnswer(
+            pool_used=max(worker["pool_used"] for worker in workers),
+            pool_capacity=workers[0]["pool_capacity"],
+            live_requests=max(worker["live"] for worker in workers),
+            gates_installed=max(worker["gates"] for worker in workers),
+            latches=load_status(self._state.spool).latches,
+            one_principal=not self._state.server_key,
+            latches_per_engine=True,
+            workers=[
+                WorkerStatus(
+                    rank=rank,
+                    graph_mode=worker["graph_mode"],
+                    pool_used=worker["pool_used"],
+                    pool_capacity=worker["pool_capacity"],
+                )
+                for rank, worker in enumerate(workers)
+            ],
+            counters=metrics.counters(),
+        )
+
+    async def validate(self, request: Request) -> ValidateAnswer:
+        """`POST /v1/steering/validate`: everything that is wrong with a steering request, which is the whole body."""
+        raw = await _body(request, self._state.config.max_inline_bytes)
+        errors = await asyncio.to_thread(self._errors_of, raw)
+        details = [ErrorDetail(**error.body()["error"]) for error in errors]
+        return ValidateAnswer(valid=not details, errors=details)
+
+    def _errors_of(self, raw: bytes) -> list[SteeringError]:
+        try:
+            steering = decode_steering(raw, "")
+        except SteeringError as error:
+            return [error]
+        if steering is False:
+            try:
+                self._admission.admit_opt_out(None)
+            except SteeringError as error:
+                return [error]
+            return []
+        return self._admission.problems(steering, as_list=raw.lstrip()[:1] == b"[")
+
+    async def forget(self, request: Request) -> ForgetAnswer:
+        """`DELETE /v1/steering/conversations/{id}`: a conversation of the client's own."""
+        name = request.path_params["id"]
+        decode_conversation_id(msgspec.json.encode(name))
+        assert self._state.send_message is not None
+        key = conversation_key(self._state.principal(request.scope), name)
+        await self._state.send_message(forget_message(key))
+        return ForgetAnswer(status="forgotten", conversation_id=name)
 
     def _require_steering_key(self, request: Request) -> None:
         """Mutations need the steering key: `X-Steering-API-Key`, or the bearer where vLLM itself has no key."""

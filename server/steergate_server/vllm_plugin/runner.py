@@ -25,7 +25,7 @@ from steergate_server.runtime.geometry import StepGeometry
 from steergate_server.runtime.plan import decode_plan
 from steergate_server.runtime.sites import attach_sites, find_decoder_stack
 from steergate_server.schema.errors import SteeringError
-from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, STEP_ATTRIBUTE, StepResult, plan_bytes
+from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, STEP_ATTRIBUTE, StepResult, failure, plan_bytes
 
 logger = init_logger(__name__)
 
@@ -73,7 +73,7 @@ class SteeringRunnerMixin:
     steering_layers: int
     _steering_failures: dict[str, dict[str, Any]]
     _steering_evidence: dict[str, Evidence]
-    _steering_told: bool
+    _steering_told: int
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """Load the model, then place the ops: before warm-up, so that they are traced and profiled."""
@@ -81,7 +81,8 @@ class SteeringRunnerMixin:
         config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         assert config is not None
         self._steering_failures, self._steering_evidence = {}, {}
-        self._steering_told = False
+        # Bytes of the pools in use, as the scheduler last heard. At first it has heard nothing.
+        self._steering_told = -1
         runner: Any = self
         stack = find_decoder_stack(runner.get_model(), is_attention)
         self.steering_layers = len(stack)
@@ -123,7 +124,7 @@ class SteeringRunnerMixin:
             )
 
     def _fail(self, request_id: str, error: SteeringError) -> None:
-        self._steering_failures[request_id] = {"code": error.code, "message": error.message, "param": error.param}
+        self._steering_failures[request_id] = failure(error)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
@@ -164,12 +165,12 @@ class SteeringRunnerMixin:
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, then let the step's result ride on the output."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        result = StepResult(self._steering_failures, self._steering_evidence, self.steering.book.capacity)
+        book = self.steering.book
+        result = StepResult(self._steering_failures, self._steering_evidence, book.capacity, book.pool_used)
         self._steering_failures, self._steering_evidence = {}, {}
         # The scheduler holds everything but the first steered request back until it has heard of the capacity.
-        first = self.steering.live > 0 and not self._steering_told
-        if result.failures or result.evidence or first:
-            self._steering_told = True
+        if result.failures or result.evidence or result.pool_used != self._steering_told:
+            self._steering_told = result.pool_used
             carrier = output._model_runner_output if isinstance(output, AsyncModelRunnerOutput) else output
             assert isinstance(carrier, ModelRunnerOutput)
             setattr(carrier, STEP_ATTRIBUTE, result)

@@ -6,9 +6,12 @@ requests whose steering failed, and attaches reports. Nothing of ours may raise 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -17,14 +20,26 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.request import Request, RequestStatus
 
 from steergate_server.algorithms.extensions import load_extensions
+from steergate_server.registry.spool import Spool
 from steergate_server.runtime.books import RequestBook
 from steergate_server.runtime.capacity import Capacity, Demand, Ledger, demand_of
-from steergate_server.runtime.config import engine_config
+from steergate_server.runtime.config import SPOOL_ENVIRONMENT, engine_config
+from steergate_server.runtime.controller import Evidence
+from steergate_server.runtime.conversations import Conversations, Latching, Turn
+from steergate_server.runtime.engine_status import EngineStatus, store_status
 from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row, tagged_extension
-from steergate_server.runtime.plan import Plan, decode_plan
-from steergate_server.runtime.selection import select
+from steergate_server.runtime.latches import Latches
+from steergate_server.runtime.plan import Plan, decode_plan, encode_plan
 from steergate_server.schema.errors import SteeringError
-from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, PLAN_KEY, STEP_ATTRIBUTE, StepResult, plan_bytes
+from steergate_server.vllm_plugin.carrier import (
+    HISTORY_ATTRIBUTE,
+    PLAN_KEY,
+    STEP_ATTRIBUTE,
+    StepResult,
+    failure,
+    plan_bytes,
+    with_plan,
+)
 
 logger = init_logger(__name__)
 
@@ -36,28 +51,34 @@ class _Steered:
 
     __slots__ = (
         "book",
+        "bridge",
         "client_index",
         "demand",
         "first_block",
         "identity",
+        "latching",
         "plain",
         "plan",
+        "ran",
         "reports",
         "request",
         "started",
     )
 
-    def __init__(self, request: Request, plan: Plan, demand: Demand, first_block: int | None) -> None:
+    def __init__(self, request: Request, turn: Turn, demand: Demand, first_block: int | None) -> None:
         self.request = request
-        self.plan = plan
+        self.plan = turn.plan
+        self.ran = turn.ran
+        self.bridge = turn.plan.bridge
+        self.latching = turn.latching
         self.demand = demand
         self.first_block = first_block
         self.plain = request._block_hasher
         self.identity = b""
         self.started: int | None = None
         self.client_index = request.client_index
-        self.reports = plan.report != "none"
-        self.book = RequestBook(plan) if plan.gates else None
+        self.reports = turn.plan.report != "none"
+        self.book = RequestBook(turn.plan) if turn.plan.gates or self.reports else None
 
 
 class SteeringSchedulerMixin:
@@ -77,6 +98,10 @@ class SteeringSchedulerMixin:
         self._capacity: Capacity | None = None
         self._tentative: list[str] = []
         self._holding_back = False
+        self._spool = Path(os.environ[SPOOL_ENVIRONMENT])
+        self._conversations = Conversations(Latches(Spool(self._spool)))
+        self._pool_used = 0
+        self._status = EngineStatus()
 
     # Admission --------------------------------------------------------------------------------------------------
 
@@ -86,26 +111,39 @@ class SteeringSchedulerMixin:
         if encoded is not None and request.request_id not in self._steered:
             try:
                 self._admit(request, decode_plan(encoded))
+            except SteeringError as error:
+                self._refuse(request, error)
             except Exception:
                 logger.exception("SteerGate: request %s could not be admitted", request.request_id)
-                self._fail(
-                    request.request_id,
-                    "algorithm_failed",
-                    "The steering of this request failed to install. The server's log says why.",
+                self._refuse(
+                    request,
+                    SteeringError(
+                        "algorithm_failed", "The steering of this request failed to install. The server's log says why."
+                    ),
                 )
-                # Whatever it computes until it is ended is not what its plan says.
-                self._isolate(request)
         super().add_request(request)  # type: ignore[misc]
 
-    def _admit(self, request: Request, plan: Plan) -> None:
-        prompt, longest = request.prompt_token_ids or (), self.max_model_len  # type: ignore[attr-defined]
-        selection = select([vector.where for vector in plan.vectors], prompt, longest)
-        demand = demand_of(plan, selection, in_graph=self._steering_in_graph)
-        row = first_changed_row(plan, selection)
+    def _admit(self, request: Request, declared: Plan) -> None:
+        turn = self._conversations.open_turn(request.request_id, declared)
+        plan = turn.plan
+        if plan is not declared:
+            # What the worker gets is what the turn comes to.
+            request.sampling_params = with_plan(request.sampling_params, encode_plan(plan) if plan.acts else None)
+        if not plan.acts and plan.report == "none":
+            return
+        longest = self.max_model_len  # type: ignore[attr-defined]
+        selections = plan.select(request.prompt_token_ids or (), longest)
+        demand = demand_of(plan, selections, in_graph=self._steering_in_graph)
+        row = first_changed_row(plan, selections, request.num_prompt_tokens)
         first_block = None if row is None else row // self.hash_block_size  # type: ignore[attr-defined]
-        steered = _Steered(request, plan, demand, first_block)
+        steered = _Steered(request, turn, demand, first_block)
         self._steered[request.request_id] = steered
         self._identify(steered)
+
+    def _refuse(self, request: Request, error: SteeringError) -> None:
+        self._steering_failures[request.request_id] = failure(error)
+        # Whatever it computes until it is ended is not what its plan says.
+        _mix_identity(request, request._block_hasher, 0, request.request_id.encode())
 
     def _identify(self, steered: _Steered) -> None:
         """Key a request's blocks by what its plan does."""
@@ -113,9 +151,6 @@ class SteeringSchedulerMixin:
         steered.identity = self._epochs.current(identity)
         if steered.first_block is not None:
             _mix_identity(steered.request, steered.plain, steered.first_block, steered.identity)
-
-    def _isolate(self, request: Request) -> None:
-        _mix_identity(request, request._block_hasher, 0, request.request_id.encode())
 
     # A step -----------------------------------------------------------------------------------------------------
 
@@ -186,40 +221,70 @@ class SteeringSchedulerMixin:
                 )
         self._end_failed(outputs)
         self._forget_finished(before)
+        self._tell_status()
         return outputs
 
     def _keep_books(
         self, outputs: dict[int, EngineCoreOutputs], before: dict[str, int], result: StepResult | None
     ) -> None:
         if result is not None:
-            self._capacity = result.capacity
+            self._capacity, self._pool_used = result.capacity, result.pool_used
             self._steering_failures.update(result.failures)
-            for request_id, evidence in result.evidence.items():
-                steered = self._steered.get(request_id)
-                accepted = (
-                    steered is not None
-                    and request_id in before
-                    and steered.request.num_output_tokens > before[request_id]
-                )
-                if accepted and steered is not None and steered.book is not None:
-                    steered.book.accept(evidence)
+        evidence = {} if result is None else result.evidence
+        for request_id, tokens in before.items():
+            steered = self._steered.get(request_id)
+            if steered is None or steered.request.num_output_tokens == tokens:
+                continue  # nothing of it was accepted in this step
+            seen = evidence.get(request_id)
+            if seen is not None and steered.book is not None:
+                steered.book.accept(seen)
+            if steered.latching is not None:
+                self._latch(request_id, steered.latching, seen)
         if not self._steered:
             return
         for batch in outputs.values():
             for output in batch.outputs:
                 steered = self._steered.get(output.request_id)
-                if steered is not None and steered.reports and steered.book is not None:
+                if steered is None or steered.book is None:
+                    continue
+                if output.finish_reason is not None and not steered.reports:
+                    self._attach(output, {"fired": steered.book.fired})
+                elif steered.reports:
                     # Every output may be the last that the client's side takes: a stop string is found over there.
-                    output.kv_transfer_params = {
-                        **(output.kv_transfer_params or {}),
-                        PLAN_KEY: {"gates": steered.book.snapshot()},
-                    }
+                    ours: dict[str, Any] = {"gates": steered.book.snapshot()}
+                    if steered.bridge:
+                        ours |= {"ran": steered.ran, "bridge": msgspec.to_builtins(steered.bridge)}
+                    self._attach(output, ours | {"fired": steered.book.fired})
+
+    @staticmethod
+    def _attach(output: EngineCoreOutput, ours: dict[str, Any]) -> None:
+        output.kv_transfer_params = {**(output.kv_transfer_params or {}), PLAN_KEY: ours}
+
+    def _tell_status(self) -> None:
+        status = EngineStatus(latches=len(self._conversations.latches), pool_used=self._pool_used)
+        if status == self._status:
+            return
+        self._status = status
+        try:
+            store_status(self._spool, status)
+        except OSError:
+            logger.exception("SteerGate: the engine's status could not be told")
+
+    def _latch(self, request_id: str, latching: Latching, seen: Evidence | None) -> None:
+        try:
+            self._conversations.see(latching, seen)
+        except Exception:
+            logger.exception("SteerGate: a gate of request %s could not be latched", request_id)
+            self._fail(
+                request_id,
+                "algorithm_failed",
+                "A gate fired but could not be kept for later turns. The server's log says why.",
+            )
 
     # Failures ---------------------------------------------------------------------------------------------------
 
     def _fail(self, request_id: str, code: str, message: str) -> None:
-        error = SteeringError(code, message)
-        self._steering_failures[request_id] = {"code": error.code, "message": error.message, "param": error.param}
+        self._steering_failures[request_id] = failure(SteeringError(code, message))
 
     def _end_failed(self, outputs: dict[int, EngineCoreOutputs]) -> None:
         """End every failed request with its own error, whatever the step produced for it."""
@@ -231,7 +296,7 @@ class SteeringSchedulerMixin:
             batch.outputs = [output for output in batch.outputs if output.request_id not in failures]
         clients = {request_id: self._client_of(request_id) for request_id in failures}
         self.finish_requests(list(failures), RequestStatus.FINISHED_ERROR)
-        for request_id, failure in failures.items():
+        for request_id, problem in failures.items():
             client = clients[request_id]
             if client is None:
                 continue
@@ -240,7 +305,7 @@ class SteeringSchedulerMixin:
                     request_id=request_id,
                     new_token_ids=[],
                     finish_reason=FinishReason.ERROR,
-                    kv_transfer_params={PLAN_KEY: {"error": failure}},
+                    kv_transfer_params={PLAN_KEY: {"error": problem}},
                 )
             )
 
@@ -271,19 +336,29 @@ class SteeringSchedulerMixin:
         return None if request is None else request.client_index
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> list[Request]:
-        """vLLM's own end of requests from outside (abort, error); ours forget them too."""
+        """vLLM's own end of requests from outside (abort, error); ours forget them too.
+
+        Among the ids may be a message of the API server about a conversation: it travels this way so that it arrives
+        between the requests that were sent before it and those sent after.
+        """
+        if finished_status is RequestStatus.FINISHED_ABORTED and request_ids is not None:
+            names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+            request_ids = [name for name in names if not self._conversations.take_message(name)]
         ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
-            self._steered.pop(request.request_id, None)
-            self._ledger.release(request.request_id)
+            self._drop(request.request_id)
         return ended
 
     def _forget_finished(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             steered = self._steered.get(request_id)
             if steered is not None and steered.request.is_finished():
-                del self._steered[request_id]
-                self._ledger.release(request_id)
+                self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        self._steered.pop(request_id, None)
+        self._ledger.release(request_id)
+        self._conversations.close_turn(request_id)
 
 
 def _mix_identity(request: Request, plain: Any, first_block: int, identity: bytes) -> None:

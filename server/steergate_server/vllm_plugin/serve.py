@@ -20,7 +20,10 @@ import msgspec
 
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig
 from steergate_server.runtime.front_config import FrontConfig, store_front_config
+from steergate_server.schema.decode import decode
+from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.hooks import HOOKS
+from steergate_server.schema.registry import ServerDefault
 
 DEMO_MODEL = Path(__file__).parent.parent / "demo" / "model"
 
@@ -130,6 +133,13 @@ def build_parser() -> argparse.ArgumentParser:
         help="whether requests may carry gates (default: on)",
     )
     parser.add_argument(
+        "--steering-default",
+        type=_default_file,
+        default=None,
+        metavar="FILE",
+        help="the server default: JSON as PUT /v1/steering/default takes it (default: none)",
+    )
+    parser.add_argument(
         "--steering-api-key",
         action="append",
         default=None,
@@ -150,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         FrontConfig(
             sources=flags.steer_sources,
             max_inline_bytes=flags.max_inline_bytes,
+            default_file=flags.steering_default,
             keys=tuple(keys),
             development=os.environ.get("VLLM_SERVER_DEV_MODE") == "1",
         )
@@ -312,6 +323,18 @@ def _words(text: str) -> tuple[str, ...]:
     if not words:
         raise argparse.ArgumentTypeError("expected a comma-separated list")
     return words
+
+
+def _default_file(text: str) -> str:
+    """The absolute path of a file that holds a server default. What it says of the model is checked at start."""
+    path = Path(text).absolute()
+    try:
+        decode(path.read_bytes(), ServerDefault)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {error.strerror}") from None
+    except SteeringError as error:
+        raise argparse.ArgumentTypeError(f"{text} is no server default: {error}") from None
+    return str(path)
 
 
 def _positive(text: str) -> int:

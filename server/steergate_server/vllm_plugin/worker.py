@@ -35,6 +35,8 @@ class SteeringWorker(_Worker):
         steering = self.model_runner.steering
         return {
             "live": steering.live,
+            "gates": steering.gates_installed,
+            "graph_mode": steering.config.graph_mode,
             "pool_used": steering.book.pool_used,
             "pool_capacity": steering.book.pool_capacity,
             "slots_used": steering.book.slots.used,

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row, tagged_extension, tagged_hash
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, VectorGroup, decode_plan, encode_plan
-from steergate_server.runtime.selection import select
 from steergate_server.schema.requests import Where
 
 EVERYWHERE = Where(prompt="all", generation="all")
@@ -151,7 +150,7 @@ def test_other_content_has_another_identity():
         plan(),
     ]
     found = [cache_identity(one, 7) for one in plans]
-    found += [cache_identity(plans[0], 7, bridge="x")]
+    found += [cache_identity(replace(plans[0], bridge=(GATE,)), 7)]
     assert len(set(found)) == len(found)
 
 
@@ -185,11 +184,12 @@ def test_the_prompts_length_matters_where_the_phase_does(one, free):
         (plan(gates=(GATE,)), 4),
         (plan(gates=(replace(GATE, at="answer"),)), 3),
         (plan(vector(where=Where(generation_positions=[3])), gates=(GATE,)), 4),
+        (plan(vector(where=Where(generation_positions=[3])), bridge=(GATE,)), 3),
+        (plan(locked=(VectorGroup(vectors=(vector(where=Where(prompt_positions=[-2])),)),)), 2),
     ],
 )
 def test_the_first_row_that_changes(one, row):
-    selection = select([vector.where for vector in one.vectors], [10, 11, 12, 13], 20)
-    assert first_changed_row(one, selection) == row
+    assert first_changed_row(one, one.select([10, 11, 12, 13], 20), 4) == row
 
 
 def test_epochs_replace_the_identities_of_failed_requests_alone() -> None:

@@ -30,6 +30,13 @@ class ErrorDetail(Answer, frozen=True, kw_only=True):
     code: str
 
 
+class ForgetAnswer(Answer, frozen=True, kw_only=True):
+    """Answer of `DELETE /v1/steering/conversations/{id}`."""
+
+    status: str
+    conversation_id: str
+
+
 Score: TypeAlias = tuple[int, float]
 
 
@@ -94,6 +101,13 @@ class UnregisterAnswer(Answer, frozen=True, kw_only=True):
     kind: str
 
 
+class ValidateAnswer(Answer, frozen=True, kw_only=True):
+    """Answer of `POST /v1/steering/validate`."""
+
+    valid: bool
+    errors: list[ErrorDetail]
+
+
 class VectorInfo(Answer, frozen=True, kw_only=True):
     """A registered vector, without its numbers. The list route answers with a list of these."""
 
@@ -120,6 +134,15 @@ class VectorReport(Answer, frozen=True, kw_only=True):
     sites: list[str]
     positions_selected: int | None = None
     positions_applied: int | None = None
+
+
+class WorkerStatus(Answer, frozen=True, kw_only=True):
+    """One worker's share of the status."""
+
+    rank: int
+    graph_mode: str
+    pool_used: int
+    pool_capacity: int
 
 
 class CapabilitiesAnswer(Answer, frozen=True, kw_only=True):
@@ -150,6 +173,20 @@ class ErrorAnswer(Answer, frozen=True, kw_only=True):
     """Body of every refusal."""
 
     error: ErrorDetail
+
+
+class StatusAnswer(Answer, frozen=True, kw_only=True):
+    """Answer of `GET /v1/steering/status`."""
+
+    pool_used: int
+    pool_capacity: int
+    live_requests: int
+    gates_installed: int
+    latches: int
+    one_principal: bool
+    latches_per_engine: bool
+    workers: list[WorkerStatus]
+    counters: dict[str, int]
 
 
 class SteeringReport(Answer, frozen=True, kw_only=True):
