@@ -21,7 +21,15 @@ SETTINGS: dict[str, Any] = {
     "enable_prefix_caching": True,
 }
 
+WHOLE_PROMPTS: dict[str, Any] = {**SETTINGS, "max_num_batched_tokens": 1024, "enable_chunked_prefill": False}
+"""The same, but each prompt is computed in one step."""
+
 HIDDEN = 64
+
+
+def settings(*, eager: bool) -> dict[str, Any]:
+    """What an engine runs with: chunks where it does not compile, whole prompts where it does."""
+    return {"enforce_eager": eager, **(SETTINGS if eager else WHOLE_PROMPTS)}
 
 
 def _two_hooks() -> dict[str, Any]:
@@ -55,7 +63,7 @@ def oracle(tiny: Path) -> Oracle:
 
 def _steered(tiny: Path, *, eager: bool) -> Iterator[SteeredEngine]:
     config = EngineConfig(hooks=("pre_attn", "post_block"), memory_mib=16, trace=eager)
-    engine = SteeredEngine(tiny, config=config, enforce_eager=eager, **SETTINGS)
+    engine = SteeredEngine(tiny, config=config, **settings(eager=eager))
     for kind, vectors in REGISTERED.items():
         for name, source in vectors.items():
             engine.register(name, kind, source["packed"])
@@ -65,13 +73,13 @@ def _steered(tiny: Path, *, eager: bool) -> Iterator[SteeredEngine]:
 
 @pytest.fixture(scope="package")
 def eager(tiny: Path) -> Iterator[SteeredEngine]:
-    """A steering engine without compilation; it traces what it applies."""
+    """A steering engine without compilation, which computes long prompts in chunks; it traces what it applies."""
     yield from _steered(tiny, eager=True)
 
 
 @pytest.fixture(scope="package")
 def compiled(tiny: Path) -> Iterator[SteeredEngine]:
-    """A steering engine with compiled graphs."""
+    """A steering engine with compiled graphs, which computes every prompt in one step."""
     yield from _steered(tiny, eager=False)
 
 
@@ -92,6 +100,6 @@ class Pair(NamedTuple):
 def pair(request: pytest.FixtureRequest, tiny: Path) -> Iterator[Pair]:
     """Both steering engines in turn, each beside stock vLLM."""
     steered = request.getfixturevalue(request.param)
-    stock = StockEngine(tiny, enforce_eager=request.param == "eager", **SETTINGS)
+    stock = StockEngine(tiny, **settings(eager=request.param == "eager"))
     yield Pair(steered, stock)
     stock.close()

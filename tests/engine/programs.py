@@ -16,6 +16,8 @@ from .oracle import Case, Oracle, prompt
 
 HIDDEN = 64
 SCOPES = ("this_token", "next_step", "rest_of_request")
+"""All but `rest_of_conversation`, which has tests of its own."""
+
 SCORES = ("dot", "cosine")
 PROBE_AT = ("generated", "prompt_end", "answer")
 SITES = [Site(layer, hook) for layer in range(4) for hook in ("pre_attn", "post_block")]
@@ -118,7 +120,7 @@ def random_programs(oracle: Oracle, count: int) -> list[Case]:
     cases: list[Case] = []
     for group in range(0, count, 5):
         rng = np.random.default_rng(1000 + group)
-        prompt_ids = prompt(2000 + group, 1 + 79 * group // (count - 5))
+        prompt_ids = prompt(2000 + group, 1 + 199 * group // (count - 5))
         requests = [_random_request(rng, seed) for seed in range(group, group + 5)]
         probing = [one["when"] for request in requests for one in request["gates"] if one["when"]["kind"] == "probe"]
         for when, met in zip(probing, observe(oracle, prompt_ids, probing, 12), strict=True):
