@@ -153,10 +153,6 @@ class Admission:
         gates = tuple(
             self._gate(gate, ("gates", index), where, held, vectors) for index, gate in enumerate(request.gates)
         )
-        if request.report == "scores":
-            raise SteeringError(
-                "not_implemented", "The report `scores` is not there yet. Ask for `summary`.", where(("report",))
-            )
         groups = (VectorGroup(vectors=tuple(vectors), conflict=request.conflict),) if vectors else ()
         return Plan(groups=groups, gates=gates, report=request.report), tuple(numbers)
 

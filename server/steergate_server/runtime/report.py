@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
+from msgspec.structs import replace
 
-from steergate_server.runtime.books import GateBook
+from steergate_server.runtime.books import MAX_ROWS, GateBook, logged_rows
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName
 from steergate_server.runtime.selection import select
 from steergate_server.schema.hooks import site_name, site_order
 from steergate_server.schema.reports import ChoiceReport, GateReport, VectorReport
+
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def vector_report(vector: PlannedVector, selected: int | None = None, applied: int | None = None) -> VectorReport:
@@ -27,15 +32,55 @@ def vector_report(vector: PlannedVector, selected: int | None = None, applied: i
 
 
 def choice_report(
-    plan: Plan, index: int, prompt: Sequence[int], output: Sequence[int], books: Sequence[dict[str, Any]]
+    plan: Plan,
+    index: int,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    accounts: dict[str, Any],
+    text_of: Callable[[int], str],
 ) -> ChoiceReport:
-    """What was applied to one choice, whose tokens are `prompt` and `output`; books: the scheduler's, by gate."""
+    """What was applied to one choice, whose tokens are `prompt` and `output`.
+
+    accounts: the scheduler's last snapshot of the request's book, empty if none came. text_of: the text of a token.
+    """
+    books = accounts.get("gates", ())
     empty = GateBook().snapshot()
     gates = [
         _gate_report(plan, gate, books[number] if number < len(books) else empty, len(prompt), len(output))
         for number, gate in enumerate(plan.gates)
     ]
-    return ChoiceReport(index=index, vectors=_vector_reports(plan, prompt, output), gates=gates)
+    report = ChoiceReport(index=index, vectors=_vector_reports(plan, prompt, output), gates=gates)
+    if plan.report != "scores":
+        return report
+    return _with_scores(report, [*prompt, *output], len(prompt), accounts, cache(text_of))
+
+
+def _with_scores(
+    report: ChoiceReport, tokens: list[int], prompt_length: int, accounts: dict[str, Any], text_of: Callable[[int], str]
+) -> ChoiceReport:
+    """The report with the scores of its gates, and the answer rows with their weights."""
+    gates = len(report.gates)
+    if gates and "rows" in accounts:
+        rows = [(row, scores, weights) for row, scores, weights in logged_rows(accounts["rows"], gates)]
+    else:
+        first = max(prompt_length - 1, len(tokens) - 1 - MAX_ROWS)
+        rows = [] if gates else [(row, [], []) for row in range(first, len(tokens) - 1)]
+    return replace(
+        report,
+        gates=[
+            replace(
+                gate,
+                scores=[(row, _finite(scores[number])) for row, scores, _ in rows if not math.isnan(scores[number])],
+            )
+            for number, gate in enumerate(report.gates)
+        ],
+        tokens=[(row, tokens[row], text_of(tokens[row]), weights) for row, _, weights in rows],
+    )
+
+
+def _finite(score: float) -> float:
+    """A score as JSON can hold it: the product of large finite numbers may be infinite."""
+    return max(-_LARGEST, min(_LARGEST, score))
 
 
 def _vector_reports(plan: Plan, prompt: Sequence[int], output: Sequence[int]) -> list[VectorReport]:
@@ -78,7 +123,7 @@ def _gate_report(
         fired=book["fired"],
         first_fired=book["first_fired"],
         last_fired=book["last_fired"],
-        max_score=book["max_score"],
+        max_score=None if book["max_score"] is None else _finite(book["max_score"]),
         latched=False,
         sites_out_of_reach=[site_name(*site) for site in sites_out_of_reach(plan, gate)],
         first_answer_token=_first_answer_token(plan, gate, looked_at_end, book["first_fired"] == prompt_length - 1),

@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.front_config import FrontConfig
 from steergate_server.schema.decode import decode_conversation_id, decode_steering
@@ -19,15 +17,13 @@ from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.requests import SteeringRequest
 from steergate_server.vllm_plugin.answer import AnswerEditor, send_error
 from steergate_server.vllm_plugin.call import SteeredCall, current_call
+from steergate_server.vllm_plugin.dialects import CARRYING_ROUTES, Dialect, dialect_of
 from steergate_server.vllm_plugin.envelope import Envelope, open_envelope
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-
-CARRYING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""The POST routes that carry steering."""
 
 _OWN_ROUTES = "/v1/steering/"
 
@@ -52,25 +48,26 @@ class SteeringMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _route_path(scope)
         if scope["method"] != "POST" or path.startswith(_OWN_ROUTES):
             await self._app(scope, receive, send)
             return
+        dialect = dialect_of(path)
         try:
             received = await _read_body(receive, scope, self._state.config.max_inline_bytes)
             if received is None:  # the client went away
                 return
             if len(received) > _LARGE_BODY:
                 # Decoding and hashing many numbers must not hold up the streams of everybody else.
-                call, body = await asyncio.to_thread(self._open, path, scope, received)
+                call, body = await asyncio.to_thread(self._open, path, dialect, scope, received)
             else:
-                call, body = self._open(path, scope, received)
+                call, body = self._open(path, dialect, scope, received)
         except SteeringError as error:
-            await send_error(send, error)
+            await send_error(send, error, dialect)
             return
-        await self._serve(scope, _replay(body, receive), send, call, body)
+        await self._serve(scope, _replay(body, receive), send, dialect, call, body)
 
-    def _open(self, path: str, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
+    def _open(self, path: str, dialect: Dialect, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
         """The call that a body asks for, and the body that vLLM gets. Raises SteeringError."""
         if b'name="steering"' in body and _content_type(scope).startswith(b"multipart/"):
             raise _not_here(path)
@@ -79,9 +76,9 @@ class SteeringMiddleware:
             return None, body
         if path not in CARRYING_ROUTES:
             raise _not_here(path, "conversation_id" if envelope.steering is None else "steering")
-        return self._admit(envelope), envelope.body
+        return self._admit(envelope, dialect), envelope.body
 
-    def _admit(self, envelope: Envelope) -> SteeredCall | None:
+    def _admit(self, envelope: Envelope, dialect: Dialect) -> SteeredCall | None:
         if self._state.admission is None:
             raise SteeringError("steering_not_supported_here", "The engine is not up yet. Send the request again.")
         conversation = decode_conversation_id(envelope.conversation_id or b"null")
@@ -98,17 +95,18 @@ class SteeringMiddleware:
         if request is None or request is False:
             return None
         assert isinstance(request, SteeringRequest)
-        if msgspec.json.decode(envelope.rest.get("use_beam_search", b"null")) not in (None, False):
-            raise SteeringError(
-                "steering_not_supported_here",
-                "Beam search sends generated tokens as a new prompt, so rows cannot be told. Leave one of the two out.",
-                "use_beam_search",
-            )
-        assert self._state.admission is not None
         as_list = raw.lstrip()[:1] == b"["
-        return SteeredCall(self._state.admission.admit(request, as_list=as_list, conversation_id=conversation))
+        admitted = self._state.admission.admit(request, as_list=as_list, conversation_id=conversation)
+        try:
+            dialect.check(envelope.rest, admitted.plan)
+        except SteeringError:
+            self._state.admission.release(admitted.digests)
+            raise
+        return SteeredCall(admitted, one_engine_request=dialect.one_engine_request)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, call: SteeredCall | None, body: bytes) -> None:
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, dialect: Dialect, call: SteeredCall | None, body: bytes
+    ) -> None:
         scope["headers"] = [
             (name, str(len(body)).encode() if name == b"content-length" else value) for name, value in scope["headers"]
         ]
@@ -116,9 +114,13 @@ class SteeringMiddleware:
             await self._app(scope, receive, send)
             return
         token = current_call.set(call)
-        editor = AnswerEditor(send, call)
+        editor = AnswerEditor(send, call, dialect)
         try:
             await self._app(scope, receive, editor.send)
+        except Exception:
+            # A stream's handler has begun its answer, as it believes, when the refusal reaches it.
+            if not await editor.fail():
+                raise
         finally:
             current_call.reset(token)
             assert self._state.admission is not None
@@ -139,8 +141,19 @@ class MiddlewareState:
 
 
 def _not_here(path: str, member: str = "steering") -> SteeringError:
-    routes = " or ".join(sorted(CARRYING_ROUTES))
-    return SteeringError("steering_not_supported_here", f"{path} does not carry steering. Send it to {routes}.", member)
+    routes = ", ".join(sorted(CARRYING_ROUTES))
+    return SteeringError(
+        "steering_not_supported_here", f"{path} does not carry steering. These routes do: {routes}.", member
+    )
+
+
+def _route_path(scope: Scope) -> str:
+    """The path as vLLM's router matches it: without a root path, and without a last slash, which it redirects."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    if root and path.startswith(f"{root}/"):
+        path = path[len(root) :]
+    return path.rstrip("/") or "/"
 
 
 def _content_type(scope: Scope) -> bytes:

@@ -210,9 +210,10 @@ class SteeringSchedulerMixin:
                 steered = self._steered.get(output.request_id)
                 if steered is not None and steered.reports and steered.book is not None:
                     # Every output may be the last that the client's side takes: a stop string is found over there.
+                    last = output.finish_reason is not None or bool(steered.request.sampling_params.stop)
                     output.kv_transfer_params = {
                         **(output.kv_transfer_params or {}),
-                        PLAN_KEY: {"gates": steered.book.snapshot()},
+                        PLAN_KEY: steered.book.snapshot(last=last),
                     }
 
     # Failures ---------------------------------------------------------------------------------------------------
