@@ -56,7 +56,7 @@ class SteerGateEndpoint:
             capacity=Capacity(*statuses[0]["capacity"]),
             graph_mode=config.graph_mode,
         )
-        self._state.server_key = any([*(args.api_key or []), envs.VLLM_API_KEY])
+        self._state.server_keys = tuple(filter(None, args.api_key or [envs.VLLM_API_KEY]))
         spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
         self._state.admission = Admission(config, facts, NameIndex(spool), sources=self._state.config.sources)
         wrap_generate(engine_client, self._state.admission)

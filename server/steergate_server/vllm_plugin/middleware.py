@@ -6,9 +6,12 @@ It knows the closed list of routes that carry steering. On every other route our
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
+
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.front_config import FrontConfig
@@ -76,6 +79,8 @@ class SteeringMiddleware:
             return None, body
         if path not in CARRYING_ROUTES:
             raise _not_here(path, "conversation_id" if envelope.steering is None else "steering")
+        if not path.startswith(GUARDED_PREFIX) and not _bears_key(scope, self._state.server_keys):
+            raise SteeringError("unauthorized", f"Steering on {path} needs this server's API key as the bearer.")
         return self._admit(envelope, dialect), envelope.body
 
     def _admit(self, envelope: Envelope, dialect: Dialect) -> SteeredCall | None:
@@ -130,14 +135,19 @@ class SteeringMiddleware:
 
 
 class MiddlewareState:
-    """What the middleware and the routes share. `admission` is None until the engine is up; `server_key`: vLLM's own
-    `--api-key` is set."""
+    """What the middleware and the routes share. `admission` is None until the engine is up; `server_keys`: vLLM's own
+    `--api-key`s."""
 
     def __init__(self, config: FrontConfig, contract: str) -> None:
         self.config = config
         self.contract = contract
-        self.server_key = False
+        self.server_keys: tuple[str, ...] = ()
         self.admission: Admission | None = None
+
+    @property
+    def server_key(self) -> bool:
+        """Whether vLLM itself asks for a key."""
+        return bool(self.server_keys)
 
 
 def _not_here(path: str, member: str = "steering") -> SteeringError:
@@ -154,6 +164,15 @@ def _route_path(scope: Scope) -> str:
     if root and path.startswith(f"{root}/"):
         path = path[len(root) :]
     return path.rstrip("/") or "/"
+
+
+def _bears_key(scope: Scope, keys: Sequence[str]) -> bool:
+    """Whether a request bears one of vLLM's keys, or there is none: vLLM asks for it under some prefixes only."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, token = given.partition(b" ")
+    # Every key is compared, in constant time, so that the time tells nothing.
+    matches = [hmac.compare_digest(token, key.encode()) for key in keys]
+    return not keys or (scheme.lower() == b"bearer" and any(matches))
 
 
 def _content_type(scope: Scope) -> bytes:
