@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
 from steergate_server.algorithms.extensions import load_extensions
 from steergate_server.registry.names import NameIndex
@@ -56,6 +57,7 @@ class SteerGateEndpoint:
             capacity=Capacity(*statuses[0]["capacity"]),
             graph_mode=config.graph_mode,
         )
+        self._state.guarded = GUARDED_PREFIX
         self._state.server_keys = tuple(filter(None, args.api_key or [envs.VLLM_API_KEY]))
         spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
         self._state.admission = Admission(config, facts, NameIndex(spool), sources=self._state.config.sources)

@@ -11,8 +11,6 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from typing import Any
 
-from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
-
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.front_config import FrontConfig
 from steergate_server.schema.decode import decode_conversation_id, decode_steering
@@ -79,7 +77,7 @@ class SteeringMiddleware:
             return None, body
         if path not in CARRYING_ROUTES:
             raise _not_here(path, "conversation_id" if envelope.steering is None else "steering")
-        if not path.startswith(GUARDED_PREFIX) and not _bears_key(scope, self._state.server_keys):
+        if not path.startswith(self._state.guarded) and not _bears_key(scope, self._state.server_keys):
             raise SteeringError("unauthorized", f"Steering on {path} needs this server's API key as the bearer.")
         return self._admit(envelope, dialect), envelope.body
 
@@ -136,12 +134,13 @@ class SteeringMiddleware:
 
 class MiddlewareState:
     """What the middleware and the routes share. `admission` is None until the engine is up; `server_keys`: vLLM's own
-    `--api-key`s."""
+    `--api-key`s; `guarded`: the prefixes of paths for which vLLM itself asks for one."""
 
     def __init__(self, config: FrontConfig, contract: str) -> None:
         self.config = config
         self.contract = contract
         self.server_keys: tuple[str, ...] = ()
+        self.guarded: tuple[str, ...] = ("/v1",)
         self.admission: Admission | None = None
 
     @property
