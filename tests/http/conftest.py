@@ -68,6 +68,7 @@ def key() -> str:
 def guarded(model: Path, folder: Path) -> Iterator[tuple[Server, Server]]:
     """`keyed` and `restricted`, started side by side."""
     keyed = ["--api-key", "server-key", "--steering-api-key", "old-key", "--steering-api-key", "new-key"]
+    keyed += ["--root-path", "/behind"]
     restricted = ["--steer-sources", "name", "--no-enable-declarative-gates"]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         contexts = [

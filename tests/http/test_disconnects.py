@@ -27,8 +27,9 @@ def steering(seed: int) -> dict[str, Any]:
 
 
 def leave_mid_stream(url: str, seed: int) -> None:
-    """Read some of a long stream and close the connection."""
-    body = request_body("completions", stream=True, max_tokens=250, steering=steering(seed))
+    """Read some of a long stream, of one choice or of several, and close the connection."""
+    several = {"n": 2, "temperature": 1} if seed % 2 else {}
+    body = request_body("completions", stream=True, max_tokens=250, steering=steering(seed), **several)
     with (
         httpx.Client(base_url=url, timeout=30, trust_env=False) as client,
         client.stream("POST", ROUTES["completions"], json=body) as response,

@@ -22,7 +22,15 @@ PROMPT = [254, *range(5, 29), 255]
 """Token ids that both a completion's prompt and a single chat message of `t5` to `t28` come down to."""
 
 ROUTES = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
-"""The routes that carry steering, by a short name."""
+"""The routes whose answers tell token ids, by a short name."""
+
+EVERY_ROUTE = ROUTES | {
+    "batch": "/v1/chat/completions/batch",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "invocations": "/invocations",
+}
+"""All routes that carry steering."""
 
 COMMAND = (sys.executable, "-m", "steergate_server.vllm_plugin.serve")
 """The console script `steergate-serve`, spelled so that it runs under this very interpreter."""
@@ -216,15 +224,26 @@ class Answer(NamedTuple):
 def request_body(
     route: str, prompt: Sequence[int] | Sequence[Sequence[int]] = PROMPT, **members: Any
 ) -> dict[str, Any]:
-    """The body of a greedy request for 12 tokens with logprobs, on a route of `ROUTES`; `members` are set last."""
+    """The body of a greedy request for 12 tokens with logprobs, where the route has them; `members` are set last.
+
+    route: of `EVERY_ROUTE`. The one prompt is the first conversation of a batch, too.
+    """
     body: dict[str, Any] = {"model": MODEL_NAME, "temperature": 0, "max_tokens": 12, "ignore_eos": True}
-    body["return_token_ids"] = True
     if route == "completions":
-        body |= {"prompt": prompt, "logprobs": 1}
-    else:
-        words = " ".join(f"t{token}" for token in prompt[1:-1])
-        body |= {"messages": [{"role": "user", "content": words}], "logprobs": True, "top_logprobs": 1}
-    return {**body, **members}
+        return {**body, "prompt": prompt, "logprobs": 1, "return_token_ids": True, **members}
+    messages: Any = [{"role": "user", "content": words(prompt)}]
+    if route == "responses":
+        del body["max_tokens"]
+        body |= {"input": messages, "max_output_tokens": 12, "include": ["message.output_text.logprobs"]}
+        return {**body, "top_logprobs": 1, **members}
+    if route != "messages":
+        body |= {"logprobs": True, "top_logprobs": 1, "return_token_ids": True}
+    return {**body, "messages": [messages] if route == "batch" else messages, **members}
+
+
+def words(prompt: Sequence[Any]) -> str:
+    """The text that a chat template turns into these token ids."""
+    return " ".join(f"t{token}" for token in prompt[1:-1])
 
 
 class Api:
@@ -242,7 +261,7 @@ class Api:
 
     def ask(self, route: str, prompt: Any = PROMPT, **members: Any) -> Answer:
         """Send a generate request (see `request_body`) and read its answer to the end."""
-        return self.send(ROUTES[route], request_body(route, prompt, **members))
+        return self.send(EVERY_ROUTE[route], request_body(route, prompt, **members))
 
     def send(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
         """POST a body, given as JSON values or as bytes, and read the answer to the end."""
@@ -275,11 +294,20 @@ class Api:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"{name}{{"))
 
 
+_LAST_EVENTS = ("response.completed", "message_stop", "error")
+"""The types of the events that end a stream of named events."""
+
+
 def _events(text: str) -> list[dict[str, Any]]:
-    """The chunks of a stream, which must end with `[DONE]`."""
-    data = [line.removeprefix("data: ") for line in text.splitlines() if line]
-    assert data[-1] == "[DONE]", text
-    return [json.loads(line) for line in data[:-1]]
+    """The events of a stream, which must end with `[DONE]`, or with an event that ends streams of its kind."""
+    data = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+    if data[-1] == "[DONE]":
+        return [json.loads(line) for line in data[:-1]]
+    events: list[dict[str, Any]] = [json.loads(line) for line in data]
+    names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
+    assert names == [event["type"] for event in events]
+    assert names[-1] in _LAST_EVENTS, text
+    return events
 
 
 def _choices(bodies: Sequence[Mapping[str, Any]]) -> list[Choice]:
@@ -296,7 +324,23 @@ def _choices(bodies: Sequence[Mapping[str, Any]]) -> list[Choice]:
                 whole.logprobs + _logprobs(choice.get("logprobs") or {}),
                 whole.text + part,
             )
+    if not found:
+        parts = [part for body in bodies for part in _parts(body)]
+        text = "".join(part.get("text") or part.get("delta") or "" for part in parts)
+        logprobs = [entry["logprob"] for part in parts for entry in part.get("logprobs") or ()]
+        return [Choice([], logprobs, text)] if parts else []
     return [found[index] for index in sorted(found)]
+
+
+def _parts(body: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The pieces of text of a whole response or message, or of one event of their streams."""
+    if body.get("type") == "content_block_delta":
+        return [body["delta"]]
+    if body.get("type") == "response.output_text.delta":
+        return [body]
+    if body.get("object") == "response":
+        return [part for item in body["output"] for part in item["content"]]
+    return list(body["content"]) if body.get("type") == "message" else []
 
 
 def _logprobs(given: Mapping[str, Any]) -> list[float]:

@@ -31,12 +31,13 @@ from steergate_server.runtime.trace import Trace
 
 class Evidence(NamedTuple):
     """What one request's gates saw in one step, at its last row: absolute position, and by gate whether it looked,
-    its score (NaN for none) and whether it fired."""
+    its score (NaN for none), whether it fired, and the weight it ended with."""
 
     position: int
     looked: list[bool]
     scores: list[float]
     fired: list[bool]
+    weights: list[float]
 
 
 class _Spread(NamedTuple):
@@ -351,9 +352,9 @@ class Controller:
         rows = torch.from_numpy(last[chosen])
         position = (self._geometry.starts + self._geometry.counts - 1)[chosen].tolist()
         looked, score = self.lanes.look[rows].tolist(), self.lanes.score[rows].tolist()
-        fired = self.lanes.fired[rows].tolist()
+        fired, weight = self.lanes.fired[rows].tolist(), self.lanes.weight[rows, 1:].tolist()
         return {
-            request_id: Evidence(position[at], looked[at], score[at], fired[at])
+            request_id: Evidence(position[at], looked[at], score[at], fired[at], weight[at])
             for at, (_, request_id) in enumerate(wanted)
         }
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from steergate_server.runtime.admission import Admitted
-from steergate_server.runtime.books import GateBook
+from steergate_server.runtime.books import MAX_ROWS, GateBook, logged_rows
 from steergate_server.runtime.conversations import CONVERSATION_SCOPE
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, SiteName, Stack
 from steergate_server.runtime.selection import select
 from steergate_server.schema.hooks import site_name, site_order
 from steergate_server.schema.reports import ChoiceReport, GateReport, VectorReport
+
+Status = Literal["ran", "bridged", "overridden"]
 
 
 def vector_report(vector: PlannedVector, selected: int | None = None, applied: int | None = None) -> VectorReport:
@@ -30,33 +35,96 @@ def vector_report(vector: PlannedVector, selected: int | None = None, applied: i
 
 
 def choice_report(
-    admitted: Admitted, index: int, prompt: Sequence[int], output: Sequence[int], books: Mapping[str, Any]
+    admitted: Admitted,
+    index: int,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    accounts: Mapping[str, Any],
+    text_of: Callable[[int], str],
 ) -> ChoiceReport:
     """What was applied to one choice, whose tokens are `prompt` and `output`.
 
-    books: the scheduler's. `gates`: its accounts of the gates that ran; where the turn was bridged also `ran`, which of
-    the plan's gates those are, and `bridge`, what was latched before.
+    accounts: the scheduler's last snapshot of the request's book, empty if none came. `gates`: of those that ran; where
+    the turn was bridged also `ran`, which of the plan's gates those are, and `bridge`, what was latched before. text_of:
+    the text of a token.
     """
+    gates = _gate_reports(admitted, accounts, len(prompt), len(output))
+    report = ChoiceReport(
+        index=index,
+        vectors=[
+            report for stack in reversed(admitted.plan.stacks) for report in _vector_reports(stack, prompt, output)
+        ],
+        gates=gates,
+    )
+    if admitted.plan.report != "scores":
+        return report
+    return _with_scores(report, [*prompt, *output], len(prompt), accounts, cache(text_of))
+
+
+def _gate_reports(
+    admitted: Admitted, accounts: Mapping[str, Any], prompt_length: int, output_length: int
+) -> list[GateReport]:
     plan = admitted.plan
-    accounts = books.get("gates", [])
-    ran = dict(zip(books.get("ran", range(len(plan.gates))), accounts, strict=False))
-    bridge = [msgspec.convert(gate, PlannedGate) for gate in books.get("bridge", ())]
+    ran = dict(zip(accounts.get("ran", range(len(plan.gates))), accounts.get("gates", ()), strict=False))
+    bridge = [msgspec.convert(gate, PlannedGate) for gate in accounts.get("bridge", ())]
     declared = {gate.identity for gate in plan.gates}
-    gates = []
-    for number, gate in enumerate(plan.gates):
-        bridged = bool(bridge) and number not in ran
-        account = ran.get(number, _EMPTY)
-        gates.append(_gate_report(plan, gate, account, len(prompt), len(output), "bridged" if bridged else "ran"))
-    gates += [_gate_report(plan, gate, _EMPTY, len(prompt), len(output), "overridden") for gate in admitted.overridden]
-    gates += [
-        _gate_report(plan, gate, _EMPTY, len(prompt), len(output), "bridged")
-        for gate in bridge
-        if gate.identity not in declared
+    latched = {gate.identity for gate in bridge}
+    gates: list[tuple[PlannedGate, Mapping[str, Any], Status]] = [
+        (gate, ran.get(number, _EMPTY), "bridged" if gate.identity in latched else "ran")
+        for number, gate in enumerate(plan.gates)
     ]
-    vectors = [report for stack in reversed(plan.stacks) for report in _vector_reports(stack, prompt, output)]
-    return ChoiceReport(index=index, vectors=vectors, gates=gates)
+    gates += [(gate, _EMPTY, "overridden") for gate in admitted.overridden]
+    gates += [(gate, _EMPTY, "bridged") for gate in bridge if gate.identity not in declared]
+    return [_gate_report(plan, gate, book, prompt_length, output_length, status) for gate, book, status in gates]
 
 
+def _with_scores(
+    report: ChoiceReport,
+    tokens: list[int],
+    prompt_length: int,
+    accounts: Mapping[str, Any],
+    text_of: Callable[[int], str],
+) -> ChoiceReport:
+    """The report with the scores of its gates, and the answer rows with their weights.
+
+    A bridged gate has weight 1 at every answer row, one that was not run has 0.
+    """
+    ran = sum(gate.status == "ran" for gate in report.gates)
+    if ran and "rows" in accounts:
+        rows = list(logged_rows(accounts["rows"], ran))
+    else:
+        first = max(prompt_length - 1, len(tokens) - 1 - MAX_ROWS)
+        rows = [] if ran else [(row, [], []) for row in range(first, len(tokens) - 1)]
+    lanes = iter(range(ran))
+    lane_of = [next(lanes) if gate.status == "ran" else None for gate in report.gates]
+    fixed = [1.0 if gate.status == "bridged" else 0.0 for gate in report.gates]
+
+    def weights_of(weights: list[float]) -> list[float]:
+        return [fixed[at] if lane is None else weights[lane] for at, lane in enumerate(lane_of)]
+
+    return replace(
+        report,
+        gates=[
+            replace(
+                gate,
+                scores=[
+                    (row, _finite(scores[lane]))
+                    for row, scores, _ in rows
+                    if lane is not None and not math.isnan(scores[lane])
+                ],
+            )
+            for gate, lane in zip(report.gates, lane_of, strict=True)
+        ],
+        tokens=[(row, tokens[row], text_of(tokens[row]), weights_of(weights)) for row, _, weights in rows],
+    )
+
+
+def _finite(score: float) -> float:
+    """A score as JSON can hold it: the product of large finite numbers may be infinite."""
+    return max(-_LARGEST, min(_LARGEST, score))
+
+
+_LARGEST = float(np.finfo(np.float32).max)
 _EMPTY = GateBook().snapshot()
 
 
@@ -92,7 +160,7 @@ def _gate_report(
     book: Mapping[str, Any],
     prompt_length: int,
     output_length: int,
-    status: Literal["ran", "bridged", "overridden"],
+    status: Status,
 ) -> GateReport:
     first: Literal["steered", "partly", "untouched"]
     if status == "bridged":
@@ -112,7 +180,7 @@ def _gate_report(
         fired=book["fired"],
         first_fired=book["first_fired"],
         last_fired=book["last_fired"],
-        max_score=book["max_score"],
+        max_score=None if book["max_score"] is None else _finite(book["max_score"]),
         latched=status == "bridged" or (status == "ran" and lasting and fired),
         sites_out_of_reach=[site_name(*site) for site in sites_out_of_reach(plan, gate)],
         first_answer_token=first,

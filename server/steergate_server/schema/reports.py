@@ -54,9 +54,8 @@ class GateReport(Wire, frozen=True, kw_only=True):
     first_answer_token: Literal["steered", "partly", "untouched"]
     """Whether the row that produced the first answer token was steered by it."""
     scores: list[tuple[int, float]] | None = None
-    """`[position, score]` of the last 4,096 rows at which it looked; only in the report `scores`."""
-    tokens: list[tuple[int, int, str, list[float]]] | None = None
-    """`[position, token id, text, weights]` of those rows; only in the report `scores`."""
+    """`[position, score]` of the rows at which it looked, among the last 4,096 answer rows; empty for `always`. Only in
+    the report `scores`."""
 
 
 class ChoiceReport(Wire, frozen=True, kw_only=True):
@@ -68,6 +67,10 @@ class ChoiceReport(Wire, frozen=True, kw_only=True):
     """The static vectors, the server default's first."""
     gates: list[GateReport]
     """The gates, the operator's first, then the request's in the order sent, then the bridged ones."""
+    tokens: list[tuple[int, int, str, list[float]]] | None = None
+    """`[position, token id, text, weights]` of the last 4,096 answer rows: the row's absolute position, the token that
+    is its input, that token's text, and the weight that each of `gates` had there, from its probe's site on. The last
+    token of the answer is no input, so it has no row. Only in the report `scores`."""
 
 
 class SteeringReport(Wire, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -16,20 +16,28 @@ current_call: ContextVar[SteeredCall | None] = ContextVar("steergate_call", defa
 
 
 class _Choice:
-    """One engine request of a call, as far as its outputs have come."""
+    """One choice of an answer, as far as its outputs have come; `accounts`: the scheduler's last snapshot."""
 
     def __init__(self) -> None:
         self.prompt: Sequence[int] = ()
         self.output: list[int] = []
-        self.books: dict[str, Any] = {}
+        self.accounts: dict[str, Any] = {}
 
 
 class SteeredCall:
-    """Shared by the middleware and the generate wrapper for the length of one HTTP request."""
+    """Shared by the middleware and the generate wrapper for the length of one HTTP request.
 
-    def __init__(self, admitted: Admitted) -> None:
+    one_engine_request: the report and the gates of this call speak of a single engine request.
+    """
+
+    def __init__(self, admitted: Admitted, *, one_engine_request: bool = False) -> None:
         self.admitted = admitted
+        self.one_engine_request = one_engine_request
         self.failure: SteeringError | None = None
+        self.answered = False
+        """Whether the engine has given any output."""
+        self.text_of: Callable[[int], str] = str
+        """The text of a token id; the generate wrapper sets it."""
         self._choices: list[_Choice] = []
 
     @property
@@ -42,18 +50,22 @@ class SteeredCall:
         """Whether any engine request was made for it."""
         return bool(self._choices)
 
-    def open_choice(self) -> int:
-        """A new engine request starts; returns its choice index. Engine requests start in the order of the prompts."""
-        self._choices.append(_Choice())
-        return len(self._choices) - 1
+    def open_choices(self, count: int) -> int:
+        """A new engine request for `count` choices starts; returns the index of the first.
 
-    def observe(self, index: int, prompt: Sequence[int], tokens: Sequence[int], books: dict[str, Any]) -> None:
-        """Take over one output of an engine request: its new tokens, and the scheduler's books if they came."""
+        Engine requests start in the order of the prompts, and vLLM numbers its choices so: prompt by prompt.
+        """
+        self._choices += [_Choice() for _ in range(count)]
+        return len(self._choices) - count
+
+    def observe(self, index: int, prompt: Sequence[int], tokens: Sequence[int], accounts: dict[str, Any]) -> None:
+        """Take over one output for a choice: its new tokens, and the scheduler's snapshot if one came."""
+        self.answered = True
         choice = self._choices[index]
         choice.prompt = prompt
         choice.output += tokens
-        if "gates" in books:
-            choice.books = books
+        if "gates" in accounts:
+            choice.accounts = accounts
 
     def last_row(self, index: int) -> int:
         """The last row of an engine request whose output the client was given."""
@@ -68,7 +80,7 @@ class SteeredCall:
             default=self.admitted.default,
             vectors=[vector_report(vector) for stack in reversed(plan.stacks) for vector in stack.vectors],
             choices=[
-                choice_report(self.admitted, index, choice.prompt, choice.output, choice.books)
+                choice_report(self.admitted, index, choice.prompt, choice.output, choice.accounts, self.text_of)
                 for index, choice in enumerate(self._choices)
             ],
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from vllm import envs
+from vllm.entrypoints.serve.middleware.authenticate import GUARDED_PREFIX
 
 from steergate_server.algorithms.extensions import load_extensions
 from steergate_server.registry.names import NameIndex
@@ -59,7 +60,8 @@ class SteerGateEndpoint:
             capacity=Capacity(*statuses[0]["capacity"]),
             graph_mode=config.graph_mode,
         )
-        self._state.server_key = any([*(args.api_key or []), envs.VLLM_API_KEY])
+        self._state.guarded = GUARDED_PREFIX
+        self._state.server_keys = tuple(filter(None, args.api_key or [envs.VLLM_API_KEY]))
         spool = Path(os.environ[SPOOL_ENVIRONMENT])
         self._state.admission = Admission(config, facts, NameIndex(Spool(spool)), sources=self._state.config.sources)
 

@@ -5,13 +5,16 @@ It is an attribute of the one engine-client object that vLLM hands to `init_stat
 
 from __future__ import annotations
 
+import copy
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from msgspec.structs import replace
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.async_utils import merge_async_iterators
 
 from steergate_server.runtime.admission import Admission
 from steergate_server.runtime.conversations import CONVERSATION_SCOPE, settle_message
@@ -32,15 +35,22 @@ def wrap_generate(engine_client: Any, admission: Admission, send: SendMessage) -
     def admit_prompt(call: SteeredCall, prompt: Any) -> None:
         admission.admit_prompt(call.admitted, prompt["prompt_token_ids"], longest)
 
-    engine_client.generate = steered_generate(engine_client.generate, admit_prompt, send)
+    def text_of(token: int) -> str:
+        tokenizer = engine_client.tokenizer
+        return "" if tokenizer is None else str(tokenizer.decode([token]))
+
+    engine_client.generate = steered_generate(engine_client.generate, admit_prompt, text_of, send)
 
 
 def steered_generate(
-    generate: Generate, admit_prompt: Callable[[SteeredCall, Any], None], send: SendMessage
+    generate: Generate,
+    admit_prompt: Callable[[SteeredCall, Any], None],
+    text_of: Callable[[int], str],
+    send: SendMessage,
 ) -> Generate:
     """A `generate` with the same signature that carries the plan of the HTTP request it is called for.
 
-    admit_prompt: decides what only the prompt's tokens can tell; raises SteeringError.
+    admit_prompt: decides what only the prompt's tokens can tell; raises SteeringError. text_of: the text of a token.
     """
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
@@ -58,11 +68,29 @@ def steered_generate(
             admit_prompt(call, prompt)
         except SteeringError as error:
             raise _failed(call, error) from None
+        call.text_of = text_of
         plan, settlement = _with_settlement(call.admitted.plan, sampling_params)
         if plan.acts or plan.conversation is not None:
             sampling_params = with_plan(sampling_params, encode_plan(plan))
-        outputs = generate(prompt, sampling_params, request_id, *args, **kwargs)
-        return _observed(outputs, call, call.open_choice(), send, settlement)
+        count = sampling_params.n or 1
+        first = call.open_choices(count)
+        if count == 1 or not call.wants_report:
+            outputs = generate(prompt, sampling_params, request_id, *args, **kwargs)
+            return _observed(outputs, call, first, send, settlement)
+        # vLLM puts the outputs of several choices together and keeps the scheduler's dict of one of them. So each
+        # choice is an engine request of its own, with the parameters that vLLM would give it. None has a settlement:
+        # what may latch a gate has one choice.
+        choices = [
+            _observed(
+                generate(prompt, _of_choice(sampling_params, index), f"{index}_{request_id}", *args, **kwargs),
+                call,
+                first + index,
+                send,
+                "",
+            )
+            for index in range(count)
+        ]
+        return _merged(choices, whole=sampling_params.output_kind == RequestOutputKind.FINAL_ONLY)
 
     return wrapper
 
@@ -94,8 +122,42 @@ def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
             "A gate of scope `rest_of_conversation` needs one answer to go on from. Send one prompt, with n = 1.",
             "n" if (sampling_params.n or 1) > 1 else "prompt",
         )
-    if call.wants_report and (sampling_params.n or 1) > 1:
-        raise SteeringError("not_implemented", "A report with n > 1 is not there yet. Use n = 1.", "steering.report")
+    if call.one_engine_request and call.reached_engine and (call.admitted.plan.gates or call.wants_report):
+        raise SteeringError(
+            "steering_not_supported_here",
+            "This answer needs the engine a second time, and gates and reports speak of one engine request.",
+            "steering",
+        )
+
+
+def _of_choice(sampling_params: SamplingParams, index: int) -> SamplingParams:
+    """The parameters of one of several choices, as vLLM derives them."""
+    params = copy.copy(sampling_params)
+    params.n = 1
+    if params.seed is not None:
+        params.seed += index
+    return params
+
+
+async def _merged(choices: list[AsyncGenerator[Any, None]], *, whole: bool) -> AsyncGenerator[RequestOutput, None]:
+    """The outputs of several choices as vLLM gives those of one request; whole: all at once, at the end."""
+    finished: dict[int, RequestOutput] = {}
+    outputs = merge_async_iterators(*choices)
+    try:
+        async for index, output in outputs:
+            output.outputs[0].index = index
+            if output.finished:
+                finished[index] = output
+            output.finished = len(finished) == len(choices)
+            if not whole:
+                yield output
+        if whole:
+            merged = finished[0]
+            merged.outputs = [finished[index].outputs[0] for index in range(len(choices))]
+            merged.finished = True
+            yield merged
+    finally:
+        await outputs.aclose()
 
 
 async def _observed(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, MutableMapping
+import hmac
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
-
-from steergate_server.runtime.admission import Admission
+from steergate_server.runtime.admission import Admission, Admitted
 from steergate_server.runtime.front_config import FrontConfig
 from steergate_server.runtime.plan import Conversation
 from steergate_server.schema.decode import decode_conversation_id, decode_steering
@@ -23,6 +22,7 @@ from steergate_server.schema.requests import SteeringRequest
 from steergate_server.vllm_plugin import metrics
 from steergate_server.vllm_plugin.answer import AnswerEditor, send_error
 from steergate_server.vllm_plugin.call import SteeredCall, current_call
+from steergate_server.vllm_plugin.dialects import CARRYING_ROUTES, Dialect, dialect_of
 from steergate_server.vllm_plugin.envelope import Envelope, open_envelope
 
 Scope = MutableMapping[str, Any]
@@ -30,12 +30,8 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-CARRYING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
-"""The POST routes that carry steering."""
-
-GENERATING_ROUTES = CARRYING_ROUTES | {
-    "/v1/responses", "/v1/messages", "/invocations", "/inference/v1/generate", "/generative_scoring",
-    "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations",
+GENERATING_ROUTES = frozenset(CARRYING_ROUTES) | {
+    "/inference/v1/generate", "/generative_scoring", "/v1/audio/transcriptions", "/v1/audio/translations",
 }  # fmt: skip
 """The POST routes that generate: those that cannot carry steering are refused while a server default is in force."""
 
@@ -62,47 +58,53 @@ class SteeringMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        path = _route_path(scope)
         if scope["method"] != "POST" or path.startswith(_OWN_ROUTES):
             await self._app(scope, receive, send)
             return
+        dialect = dialect_of(path)
         try:
             received = await _read_body(receive, scope, self._state.config.max_inline_bytes)
             if received is None:  # the client went away
                 return
             if len(received) > _LARGE_BODY:
                 # Decoding and hashing many numbers must not hold up the streams of everybody else.
-                call, body = await asyncio.to_thread(self._open, path, scope, received)
+                call, body = await asyncio.to_thread(self._open, path, dialect, scope, received)
             else:
-                call, body = self._open(path, scope, received)
+                call, body = self._open(path, dialect, scope, received)
         except SteeringError as error:
-            await send_error(send, error)
+            await send_error(send, error, dialect)
             return
-        await self._serve(scope, _replay(body, receive), send, call, body)
+        await self._serve(scope, _replay(body, receive), send, dialect, call, body)
 
-    def _open(self, path: str, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
+    def _open(self, path: str, dialect: Dialect, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
         """The call that a body asks for, and the body that vLLM gets. Raises SteeringError."""
         with metrics.admission():
-            call, rest = self._open_body(path, scope, body)
+            call, rest = self._open_body(path, dialect, scope, body)
         if call is not None:
             metrics.admitted(call.admitted.plan)
         return call, rest
 
-    def _open_body(self, path: str, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
+    def _open_body(self, path: str, dialect: Dialect, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
         if b'name="steering"' in body and _content_type(scope).startswith(b"multipart/"):
             raise _not_here(path)
+        default = self._state.admission.default if self._state.admission is not None else None
+        inherits = default is not None and path in GENERATING_ROUTES
         envelope = open_envelope(body)
+        if inherits and path not in CARRYING_ROUTES:
+            raise _not_inherited_here(path)
         if envelope is None:
             return None, body
         asked = envelope.steering is not None or envelope.conversation_id is not None
-        default = self._state.admission.default if self._state.admission is not None else None
-        if not asked and (default is None or path not in GENERATING_ROUTES):
+        if not asked and not inherits:
             return None, body
         if path not in CARRYING_ROUTES:
-            raise _not_here(path, "conversation_id" if envelope.steering is None else "steering", inherited=not asked)
-        return self._admit(envelope, scope), envelope.body
+            raise _not_here(path, "conversation_id" if envelope.steering is None else "steering")
+        if not path.startswith(self._state.guarded) and not _bears_key(scope, self._state.server_keys):
+            raise SteeringError("unauthorized", f"Steering on {path} needs this server's API key as the bearer.")
+        return self._admit(envelope, dialect, scope), envelope.body
 
-    def _admit(self, envelope: Envelope, scope: Scope) -> SteeredCall | None:
+    def _admit(self, envelope: Envelope, dialect: Dialect, scope: Scope) -> SteeredCall | None:
         if self._state.admission is None:
             raise SteeringError("steering_not_supported_here", "The engine is not up yet. Send the request again.")
         conversation = decode_conversation_id(envelope.conversation_id or b"null")
@@ -119,14 +121,15 @@ class SteeringMiddleware:
         turn = None
         if conversation is not None and self._state.admission.config.gates:
             turn = Conversation(key=conversation_key(self._state.principal(scope), conversation))
-        call = self._admit_steering(request, turn, conversation, as_list=raw.lstrip()[:1] == b"[")
-        if call is not None and msgspec.json.decode(envelope.rest.get("use_beam_search", b"null")) not in (None, False):
-            raise SteeringError(
-                "steering_not_supported_here",
-                "Beam search sends generated tokens as a new prompt, so rows cannot be told. Leave one of the two out.",
-                "use_beam_search",
-            )
-        return call
+        admitted = self._admit_steering(request, turn, conversation, as_list=raw.lstrip()[:1] == b"[")
+        if admitted is None:
+            return None
+        try:
+            dialect.check(envelope.rest, admitted.plan)
+        except SteeringError:
+            self._state.admission.release(admitted.digests)
+            raise
+        return SteeredCall(admitted, one_engine_request=dialect.one_engine_request)
 
     def _admit_steering(
         self,
@@ -135,19 +138,18 @@ class SteeringMiddleware:
         conversation_id: str | None,
         *,
         as_list: bool,
-    ) -> SteeredCall | None:
+    ) -> Admitted | None:
         admission = self._state.admission
         assert admission is not None
         if request is False:
-            admitted = admission.admit_opt_out(turn)
-            return None if admitted is None else SteeredCall(admitted)
+            return admission.admit_opt_out(turn)
         if request is None and turn is None and admission.default is None:
             return None
-        return SteeredCall(
-            admission.admit(request, as_list=as_list, conversation_id=conversation_id, conversation=turn)
-        )
+        return admission.admit(request, as_list=as_list, conversation_id=conversation_id, conversation=turn)
 
-    async def _serve(self, scope: Scope, receive: Receive, send: Send, call: SteeredCall | None, body: bytes) -> None:
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, dialect: Dialect, call: SteeredCall | None, body: bytes
+    ) -> None:
         scope["headers"] = [
             (name, str(len(body)).encode() if name == b"content-length" else value) for name, value in scope["headers"]
         ]
@@ -155,9 +157,13 @@ class SteeringMiddleware:
             await self._app(scope, receive, send)
             return
         token = current_call.set(call)
-        editor = AnswerEditor(send, call)
+        editor = AnswerEditor(send, call, dialect)
         try:
             await self._app(scope, receive, editor.send)
+        except Exception:
+            # A stream's handler has begun its answer, as it believes, when the refusal reaches it.
+            if not await editor.fail():
+                raise
         finally:
             current_call.reset(token)
             assert self._state.admission is not None
@@ -167,13 +173,14 @@ class SteeringMiddleware:
 
 
 class MiddlewareState:
-    """What the middleware and the routes share. `admission` is None until the engine is up; `server_key`: vLLM's own
-    `--api-key` is set."""
+    """What the middleware and the routes share. `admission` is None until the engine is up; `server_keys`: vLLM's own
+    `--api-key`s; `guarded`: the prefixes of paths for which vLLM itself asks for one."""
 
     def __init__(self, config: FrontConfig, contract: str) -> None:
         self.config = config
         self.contract = contract
-        self.server_key = False
+        self.server_keys: tuple[str, ...] = ()
+        self.guarded: tuple[str, ...] = ("/v1",)
         self.admission: Admission | None = None
         self.send_message: Callable[[str], Awaitable[None]] | None = None
         """Sends the scheduler a message about a conversation."""
@@ -186,7 +193,13 @@ class MiddlewareState:
         """Who is asking: the API key, where the server has one; without it all clients are one."""
         if not self.server_key:
             return ""
-        return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), "")
+        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        return given.partition(b" ")[2].decode("latin-1")
+
+    @property
+    def server_key(self) -> bool:
+        """Whether vLLM itself asks for a key."""
+        return bool(self.server_keys)
 
 
 def conversation_key(principal: str, conversation_id: str) -> str:
@@ -195,15 +208,37 @@ def conversation_key(principal: str, conversation_id: str) -> str:
     return hashlib.sha256(b"steergate/conversation/1\0" + content).hexdigest()
 
 
-def _not_here(path: str, member: str = "steering", *, inherited: bool = False) -> SteeringError:
-    routes = " or ".join(sorted(CARRYING_ROUTES))
-    if inherited:
-        return SteeringError(
-            "steering_not_supported_here",
-            f"This server has default steering, which {path} does not carry. Use {routes}.",
-            None,
-        )
-    return SteeringError("steering_not_supported_here", f"{path} does not carry steering. Send it to {routes}.", member)
+def _not_here(path: str, member: str = "steering") -> SteeringError:
+    routes = ", ".join(sorted(CARRYING_ROUTES))
+    return SteeringError(
+        "steering_not_supported_here", f"{path} does not carry steering. These routes do: {routes}.", member
+    )
+
+
+def _not_inherited_here(path: str) -> SteeringError:
+    routes = ", ".join(sorted(CARRYING_ROUTES))
+    return SteeringError(
+        "steering_not_supported_here",
+        f"This server has default steering, which {path} does not carry. These routes do: {routes}.",
+    )
+
+
+def _route_path(scope: Scope) -> str:
+    """The path as vLLM's router matches it: without a root path, and without a last slash, which it redirects."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    if root and path.startswith(f"{root}/"):
+        path = path[len(root) :]
+    return path.rstrip("/") or "/"
+
+
+def _bears_key(scope: Scope, keys: Sequence[str]) -> bool:
+    """Whether a request bears one of vLLM's keys, or there is none: vLLM asks for it under some prefixes only."""
+    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, token = given.partition(b" ")
+    # Every key is compared, in constant time, so that the time tells nothing.
+    matches = [hmac.compare_digest(token, key.encode()) for key in keys]
+    return not keys or (scheme.lower() == b"bearer" and any(matches))
 
 
 def _content_type(scope: Scope) -> bytes:

@@ -251,10 +251,11 @@ class SteeringSchedulerMixin:
                     self._attach(output, {"fired": steered.book.fired})
                 elif steered.reports:
                     # Every output may be the last that the client's side takes: a stop string is found over there.
-                    ours: dict[str, Any] = {"gates": steered.book.snapshot()}
+                    last = output.finish_reason is not None or bool(steered.request.sampling_params.stop)
+                    ours = steered.book.snapshot(last=last) | {"fired": steered.book.fired}
                     if steered.bridge:
-                        ours |= {"ran": steered.ran, "bridge": msgspec.to_builtins(steered.bridge)}
-                    self._attach(output, ours | {"fired": steered.book.fired})
+                        ours |= {"ran": list(steered.ran), "bridge": msgspec.to_builtins(steered.bridge)}
+                    self._attach(output, ours)
 
     @staticmethod
     def _attach(output: EngineCoreOutput, ours: dict[str, Any]) -> None:

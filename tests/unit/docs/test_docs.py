@@ -29,6 +29,7 @@ from steergate_server.schema.errors import ERROR_CODES
 from steergate_server.schema.hooks import GATE_STEERED_HOOKS, HOOK_COMPONENTS, PROBED_HOOKS
 from steergate_server.schema.version import CONTRACT_VERSION
 from steergate_server.vllm_plugin import serve
+from steergate_server.vllm_plugin.dialects import CARRYING_ROUTES
 from steergate_server.vllm_plugin.middleware import MiddlewareState
 from steergate_server.vllm_plugin.routes import Routes
 from unit.docs.pages import PAGES, README, ROOT, Block, blocks, flags, sections, table
@@ -312,6 +313,11 @@ def test_the_routes_of_the_server() -> None:
         "/v1/steering/vectors/register",
         "/v1/steering/vectors/unregister",
     }
+
+
+def test_the_routes_that_carry_steering() -> None:
+    rows = table(DOCS / "server.md", "<!-- carrying routes: checked against the code -->")
+    assert [route for route, *_ in rows] == [f"POST {path}" for path in CARRYING_ROUTES]
 
 
 # What is refused at start. compat.py imports vLLM, which takes seconds: it is read, not imported.

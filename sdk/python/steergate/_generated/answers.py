@@ -21,6 +21,9 @@ class AlgorithmInfo(Answer, frozen=True, kw_only=True):
     reason: str | None = None
 
 
+Token: TypeAlias = tuple[int, int, str, list[float]]
+
+
 class ErrorDetail(Answer, frozen=True, kw_only=True):
     """One error, in OpenAI's terms."""
 
@@ -40,9 +43,6 @@ class ForgetAnswer(Answer, frozen=True, kw_only=True):
 Score: TypeAlias = tuple[int, float]
 
 
-Token: TypeAlias = tuple[int, int, str, list[float]]
-
-
 class GateReport(Answer, frozen=True, kw_only=True):
     """A gate in the report."""
 
@@ -60,7 +60,6 @@ class GateReport(Answer, frozen=True, kw_only=True):
     sites_out_of_reach: list[str]
     first_answer_token: str
     scores: list[Score] | None = None
-    tokens: list[Token] | None = None
 
 
 class HookInfo(Answer, frozen=True, kw_only=True):
@@ -167,6 +166,7 @@ class ChoiceReport(Answer, frozen=True, kw_only=True):
     index: int
     vectors: list[VectorReport]
     gates: list[GateReport]
+    tokens: list[Token] | None = None
 
 
 class ErrorAnswer(Answer, frozen=True, kw_only=True):
