@@ -45,17 +45,13 @@ def choice_report(
     """What was applied to one choice, whose tokens are `prompt` and `output`.
 
     accounts: the scheduler's last snapshot of the request's book, empty if none came. `gates`: of those that ran; where
-    the turn was bridged also `ran`, which of the plan's gates those are, and `bridge`, what was latched before. text_of:
-    the text of a token.
+    the turn was bridged also `ran`, which of the plan's gates those are, and `bridge`, what was latched before.
+    text_of: the text of a token.
     """
     gates = _gate_reports(admitted, accounts, len(prompt), len(output))
-    report = ChoiceReport(
-        index=index,
-        vectors=[
-            report for stack in reversed(admitted.plan.stacks) for report in _vector_reports(stack, prompt, output)
-        ],
-        gates=gates,
-    )
+    stacks = reversed(admitted.plan.stacks)
+    vectors = [vector for stack in stacks for vector in _vector_reports(stack, prompt, output)]
+    report = ChoiceReport(index=index, vectors=vectors, gates=gates)
     if admitted.plan.report != "scores":
         return report
     return _with_scores(report, [*prompt, *output], len(prompt), accounts, cache(text_of))
