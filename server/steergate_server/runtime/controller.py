@@ -29,6 +29,7 @@ from steergate_server.runtime.sites import Site
 from steergate_server.runtime.slots import SlotBook
 from steergate_server.runtime.trace import Trace
 from steergate_server.schema.errors import SteeringError
+from steergate_server.schema.hooks import PROBED_HOOKS
 from steergate_server.schema.requests import Where
 
 
@@ -83,7 +84,8 @@ class Controller:
         # One number more than requests that run: one may be added in the step that learns of another's end.
         numbers = 2 * max_requests + 1
         self.book = SlotBook(config, sites, self._payloads, config.max_slots or 4 * max_requests, dtype, device)
-        width = max(site.width for site in sites)
+        # Probes read the residual stream; heads and experts may be wider than it.
+        width = max((site.width for site in sites if site.hook in PROBED_HOOKS), default=1)
         self.probes = Pool(1 + numbers * max(gates, 1), width, torch.float32, device)
         self.lanes = Lanes(max_rows, gates, device)
         self.gates = GateTable(numbers, gates, device)
@@ -371,7 +373,7 @@ class Controller:
         if self._attenuated:
             weight[:, 0] = kept_share(active, lanes, self.gates, used)
             change = change * weight[:, :1]
-        for lane in range(1, used):
+        for lane in range(1, used) if self.book.takes_vectors(site) else ():
             change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
         changed = (hidden[active].float() + change).to(hidden.dtype)
         if not bool(self._in_range(changed).all()):
