@@ -7,13 +7,13 @@ the forward is over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from steergate_server.graph.kernels import complete, kept_share, score_gates
+from steergate_server.graph.kernels import complete, in_range, kept_share, score_gates
 from steergate_server.graph.lanes import GateTable, Lanes
 from steergate_server.graph.pools import CapacityError, Pool
 from steergate_server.registry.spool import Spool
@@ -31,6 +31,9 @@ from steergate_server.runtime.trace import Trace
 from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.hooks import PROBED_HOOKS
 from steergate_server.schema.requests import Where
+
+if TYPE_CHECKING:
+    from steergate_server.graph.triton_op import TritonOp
 
 
 class Evidence(NamedTuple):
@@ -91,6 +94,7 @@ class Controller:
         self.gates = GateTable(numbers, gates, device)
         self.state = GateState(numbers, gates, device)
         self.trace = Trace() if config.trace else None
+        self._device_op = self._build_device_op() if device.type == "cuda" and self.book.in_graph else None
         self._live: dict[str, _Live] = {}
         self._free_numbers = list(range(numbers - 1, 0, -1))
         # What each live request gives to its rows; row 0 is "no request".
@@ -113,6 +117,14 @@ class Controller:
         self._step_rank = self._no_rank
         self._high_water = 0
         self._end_step()
+
+    def _build_device_op(self) -> TritonOp:
+        # Needs Triton, which an engine on CPU does without.
+        from steergate_server.graph.triton_op import TritonOp
+
+        if self.trace is not None:
+            raise ValueError("`trace` records what the op on CPU does; the op on CUDA keeps no record. Switch it off.")
+        return TritonOp(self.book.places, self.book.touches, self.lanes, self.gates, self.probes.rows)
 
     # Life of a request ------------------------------------------------------------------------------------------
 
@@ -286,6 +298,8 @@ class Controller:
         self.lanes.weight[:rows, 0] = 1.0
         self._rows, self._geometry, self._numbers = rows, geometry, numbers
         self._open_sites(numbers)
+        if self._device_op is not None:
+            self._device_op.open(rows)
         if self.lanes.look.shape[1]:
             self._lay_gates(request, phase, first, rows)
             if self._history:
@@ -328,10 +342,10 @@ class Controller:
                 continue
             within = slice(at.start, at.start + int((position[at] <= history.end).sum()))
             for lane, again in replay(plan, history, position[within]).items():
-                look = self.lanes.look[within, lane]
+                seen = torch.from_numpy(again.look | again.forced).to(self._device)
                 self.lanes.weight[within, lane + 1] = torch.from_numpy(again.weight)
                 self.lanes.forced[within, lane] = torch.from_numpy(again.forced)
-                self.lanes.look[within, lane] = look & torch.from_numpy(again.look | again.forced)
+                self.lanes.look[within, lane] &= seen
 
     def see_tokens(self, tokens: torch.Tensor) -> None:
         """Settle the static slots that depend on generated tokens; tokens [>= rows]: the step's input ids, on the
@@ -350,6 +364,9 @@ class Controller:
 
         It never raises: an exception would leave the forward and end the engine. A fault is kept for `end_step`.
         """
+        if self._device_op is not None:
+            self._steer_on_device(self._device_op, hidden, residual, site)
+            return
         if not self._visited[site]:
             return
         try:
@@ -360,6 +377,17 @@ class Controller:
         except Exception as error:
             self._fault = error
             self._visited = self._idle
+
+    def _steer_on_device(
+        self, device_op: TritonOp, hidden: torch.Tensor, residual: torch.Tensor | None, site: int
+    ) -> None:
+        try:
+            device_op.steer(hidden, residual, site)
+        except Exception as error:
+            # Between steps graphs are captured: one without the op would replay unsteered for ever.
+            if not self._rows:
+                raise
+            self._fault = error
 
     def _change(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
         lanes, used = self.lanes, self._used_lanes
@@ -376,18 +404,11 @@ class Controller:
         for lane in range(1, used) if self.book.takes_vectors(site) else ():
             change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
         changed = (hidden[active].float() + change).to(hidden.dtype)
-        if not bool(self._in_range(changed).all()):
+        if not bool(in_range(changed).all()):
             changed = self._refuse_overflow(hidden[active], changed, slots)
         hidden[active] = changed
         if self.trace is not None:
             self.trace.record(self.sites[site], active, slots, touched[active], weight)
-
-    @staticmethod
-    def _in_range(rows: torch.Tensor) -> torch.Tensor:
-        """Whether each row [n] is finite and leaves later layers room to add to it. float16 has none to give."""
-        largest = torch.finfo(rows.dtype).max
-        # NaN compares as False.
-        return (rows.abs() <= (largest if rows.dtype == torch.float16 else largest / 16)).all(dim=1)
 
     def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Leave rows [n, width] that would leave the range as they were; fail the requests of their slots [n, lanes].
@@ -395,9 +416,9 @@ class Controller:
         Not only for their own sake: the keys and values of such a row would stay behind in freed KV blocks, where an
         attention that multiplies them by zero makes a neighbour's answer NaN, too.
         """
-        spoiled = ~self._in_range(changed) & self._in_range(before)
+        spoiled = ~in_range(changed) & in_range(before)
         for slot in set(slots[spoiled].flatten().tolist()) - {0}:
-            self.book.faults[slot] = "The steered row left the range of the model's numbers. Use smaller numbers."
+            self.book.faults[slot] = _OUT_OF_RANGE
         return torch.where(spoiled.unsqueeze(1), before, changed)
 
     def end_step(self) -> dict[str, Evidence]:
@@ -417,6 +438,8 @@ class Controller:
 
     def take_fallen(self) -> dict[str, str]:
         """Requests whose algorithms failed since the last call, with what happened."""
+        if self._device_op is not None:
+            self.book.faults |= dict.fromkeys(self._device_op.take_faults(), _OUT_OF_RANGE)
         if not self.book.faults:
             return {}
         faults, self.book.faults = self.book.faults, {}
@@ -449,6 +472,8 @@ class Controller:
     def _end_step(self) -> None:
         """Between steps every site is the identity: dummy, profile and warm-up runs must see no steering."""
         self._rows = 0
+        if self._device_op is not None:
+            self._device_op.open(0)
         self._fault = None
         self._spread = []
         self._used_lanes = 1
@@ -461,11 +486,13 @@ class Controller:
     def abandon_step(self) -> list[str]:
         """Give a step up after a fault of ours: no row is steered; returns the steered requests that were in it."""
         requests = [request_id for request_id in self._geometry.request_ids if request_id in self._live]
-        self.book.faults.clear()
+        self.take_fallen()
         self._end_step()
         self.lanes.clear(0, self.lanes.slot.shape[0])
         return requests
 
+
+_OUT_OF_RANGE = "The steered row left the range of the model's numbers. Use smaller numbers."
 
 _EVERYWHERE = Where(prompt="all", generation="all")
 """A gate's vector has no clause of its own: its lane's weight decides."""
