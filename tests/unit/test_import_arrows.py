@@ -28,7 +28,7 @@ OUTSIDE = {
     "schema": {"msgspec"},
     "capabilities": {"msgspec"},
     "algorithms": {"torch"},
-    "graph": {"torch"},
+    "graph": {"torch", "triton"},
     "registry": {"msgspec", "numpy", "safetensors"},
     "runtime": {"msgspec", "numpy", "torch"},
     "vllm_plugin": {"fastapi", "msgspec", "packaging", "torch", "vllm"},

@@ -59,19 +59,23 @@ def _toggle(logits: torch.Tensor, rows: RouterRows) -> torch.Tensor:
 def _in_top(logits: torch.Tensor, topk: torch.Tensor) -> torch.Tensor:
     """Whether each logit [n, E] is among the row's topk [n] largest; of equal ones the lower index is."""
     order = logits.argsort(dim=1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(logits.shape[1]).expand_as(order).contiguous())
-    return rank < topk.unsqueeze(1)
+    return _ranks(order) < topk.unsqueeze(1)
+
+
+def _ranks(order: torch.Tensor) -> torch.Tensor:
+    """The place of each index in its row of an order [n, E]."""
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return torch.empty_like(order).scatter_(1, order, places.contiguous())
 
 
 def _drawn(rows: RouterRows) -> torch.Tensor:
     """Random distinct experts [n, E], as many in each row as `raised` names."""
-    experts = torch.arange(rows.raised.shape[1]).unsqueeze(0)
+    experts = torch.arange(rows.raised.shape[1], device=rows.raised.device).unsqueeze(0)
     state = _mix(rows.seed.unsqueeze(1))
     for part in (rows.layer.unsqueeze(1), rows.position.unsqueeze(1), experts):
         state = _mix(state ^ _mix(part + 0x1F83D9AB))
     order = state.argsort(dim=1, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1]).expand_as(order).contiguous())
-    return rank < rows.raised.sum(dim=1, keepdim=True)
+    return _ranks(order) < rows.raised.sum(dim=1, keepdim=True)
 
 
 def _mix(value: torch.Tensor) -> torch.Tensor:

@@ -125,3 +125,15 @@ def kept_share(rows: torch.Tensor, lanes: Lanes, gates: GateTable, used_lanes: i
     """The share of the static change that attenuating gates leave, [n] float32, for some rows of the step [n]."""
     damp = gates.damp[lanes.request[rows].long()][:, : used_lanes - 1]
     return torch.prod(1.0 - damp * lanes.weight[rows, 1:used_lanes], dim=1)
+
+
+def in_range(rows: torch.Tensor) -> torch.Tensor:
+    """Whether each row [n] is finite and leaves later layers room to add to it."""
+    # NaN compares as False.
+    return (rows.abs() <= range_limit(rows.dtype)).all(dim=1)
+
+
+def range_limit(dtype: torch.dtype) -> float:
+    """The largest magnitude that a steered row may hold. float16 has no room to give."""
+    largest = torch.finfo(dtype).max
+    return largest if dtype == torch.float16 else largest / 16

@@ -7,13 +7,13 @@ the forward is over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from steergate_server.graph.kernels import complete, kept_share, score_gates
+from steergate_server.graph.kernels import complete, in_range, kept_share, score_gates
 from steergate_server.graph.lanes import Lanes
 from steergate_server.graph.pools import Pool
 from steergate_server.registry.spool import Spool
@@ -27,6 +27,10 @@ from steergate_server.runtime.plan import Plan
 from steergate_server.runtime.sites import Site
 from steergate_server.runtime.slots import SlotBook
 from steergate_server.runtime.trace import Trace
+from steergate_server.schema.hooks import PROBED_HOOKS
+
+if TYPE_CHECKING:
+    from steergate_server.graph.triton_op import TritonOp
 
 
 class Evidence(NamedTuple):
@@ -72,7 +76,8 @@ class Controller:
         # One number more than requests that run: one may be added in the step that learns of another's end.
         numbers = 2 * max_requests + 1
         self.book = SlotBook(config, sites, self._payloads, config.max_slots or 4 * max_requests, dtype, device)
-        width = max(site.width for site in sites)
+        # Probes read the residual stream; heads and experts may be wider than it.
+        width = max((site.width for site in sites if site.hook in PROBED_HOOKS), default=1)
         self.probes = Pool(1 + numbers * max(lanes - 1, 1), width, torch.float32, device)
         self.lanes = Lanes(max_rows, lanes, device)
         site_number = {(site.hook, site.layer): number for number, site in enumerate(self.sites)}
@@ -80,6 +85,7 @@ class Controller:
         self.gates = self._live.gates
         self.state = GateState(numbers, lanes, device)
         self.trace = Trace() if config.trace else None
+        self._device_op = self._build_device_op() if device.type == "cuda" and self.book.in_graph else None
         self._history: dict[int, tuple[Plan, History]] = {}
         # Requests whose rows left the range in this step, by number, with what happened.
         self._spoiled: dict[int, str] = {}
@@ -90,6 +96,16 @@ class Controller:
         self._step_rank = self._no_rank
         self._high_water = 0
         self._end_step()
+
+    def _build_device_op(self) -> TritonOp:
+        # Needs Triton, which an engine on CPU does without.
+        from steergate_server.graph.triton_op import TritonOp
+
+        if self.trace is not None:
+            raise ValueError("`trace` records what the op on CPU does; the op on CUDA keeps no record. Switch it off.")
+        return TritonOp(
+            self.book.places, self.book.touches, self.lanes, self.gates, self.probes.rows, self.lanes.locked
+        )
 
     # Life of a request ------------------------------------------------------------------------------------------
 
@@ -167,6 +183,8 @@ class Controller:
         self.lanes.position[:rows] = torch.from_numpy(position)
         self.lanes.weight[:rows, 0] = 1.0
         self._open_sites(numbers)
+        if self._device_op is not None:
+            self._device_op.open(rows)
         if self.lanes.look.shape[1]:
             self._lay_gates(request, phase, first, rows)
             if self._history:
@@ -229,10 +247,10 @@ class Controller:
                 continue
             within = slice(at.start, at.start + int((position[at] <= history.end).sum()))
             for lane, again in replay(plan, history, position[within]).items():
-                look = self.lanes.look[within, lane]
+                seen = torch.from_numpy(again.look | again.forced).to(self._device)
                 self.lanes.weight[within, lane + 1] = torch.from_numpy(again.weight)
                 self.lanes.forced[within, lane] = torch.from_numpy(again.forced)
-                self.lanes.look[within, lane] = look & torch.from_numpy(again.look | again.forced)
+                self.lanes.look[within, lane] &= seen
 
     def see_tokens(self, tokens: torch.Tensor) -> None:
         """Settle the static slots that depend on generated tokens; tokens [>= rows]: the step's input ids, on the
@@ -254,6 +272,9 @@ class Controller:
 
         It never raises: an exception would leave the forward and end the engine. A fault is kept for `end_step`.
         """
+        if self._device_op is not None:
+            self._steer_on_device(self._device_op, hidden, residual, site)
+            return
         if not self._visited[site]:
             return
         try:
@@ -264,6 +285,17 @@ class Controller:
         except Exception as error:
             self._fault = error
             self._visited = self._idle
+
+    def _steer_on_device(
+        self, device_op: TritonOp, hidden: torch.Tensor, residual: torch.Tensor | None, site: int
+    ) -> None:
+        try:
+            device_op.steer(hidden, residual, site)
+        except Exception as error:
+            # Between steps graphs are captured: one without the op would replay unsteered for ever.
+            if not self._rows:
+                raise
+            self._fault = error
 
     def _change(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
         lanes, used = self.lanes, self._used_lanes
@@ -280,24 +312,17 @@ class Controller:
         if self._attenuated:
             weight[:, 0] = kept_share(active, lanes, self.gates, used)
             change = change * weight[:, :1]
-        for lane in range(1, used):
+        for lane in range(1, used) if self.book.takes_vectors(site) else ():
             change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
         if self._locked:
             so_far = None if value is None else value + change
             change = change + self.book.change(site, slots[:, used], so_far, positions, rank)
         changed = (hidden[active].float() + change).to(hidden.dtype)
-        if not bool(self._in_range(changed).all()):
+        if not bool(in_range(changed).all()):
             changed = self._refuse_overflow(hidden[active], changed, active)
         hidden[active] = changed
         if self.trace is not None:
             self.trace.record(self.sites[site], active, slots, touched[active], weight)
-
-    @staticmethod
-    def _in_range(rows: torch.Tensor) -> torch.Tensor:
-        """Whether each row [n] is finite and leaves later layers room to add to it. float16 has none to give."""
-        largest = torch.finfo(rows.dtype).max
-        # NaN compares as False.
-        return (rows.abs() <= (largest if rows.dtype == torch.float16 else largest / 16)).all(dim=1)
 
     def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Leave values [n, width] that would leave the range as they were; fail the requests of those rows [n].
@@ -305,9 +330,9 @@ class Controller:
         Not only for their own sake: the keys and values of such a row would stay behind in freed KV blocks, where an
         attention that multiplies them by zero makes a neighbour's answer NaN, too.
         """
-        spoiled = ~self._in_range(changed) & self._in_range(before)
+        spoiled = ~in_range(changed) & in_range(before)
         for number in set(self.lanes.request[rows[spoiled]].tolist()):
-            self._spoiled[number] = "The steered row left the range of the model's numbers. Use smaller numbers."
+            self._spoiled[number] = _OUT_OF_RANGE
         return torch.where(spoiled.unsqueeze(1), before, changed)
 
     def end_step(self) -> dict[str, Evidence]:
@@ -327,6 +352,8 @@ class Controller:
 
     def take_fallen(self) -> dict[str, str]:
         """Requests whose steering failed since the last call, with what happened."""
+        if self._device_op is not None:
+            self.book.faults |= dict.fromkeys(self._device_op.take_faults(), _OUT_OF_RANGE)
         if not self.book.faults and not self._spoiled:
             return {}
         faults, self.book.faults = self.book.faults, {}
@@ -365,6 +392,8 @@ class Controller:
     def _end_step(self) -> None:
         """Between steps every site is the identity: dummy, profile and warm-up runs must see no steering."""
         self._rows = 0
+        if self._device_op is not None:
+            self._device_op.open(0)
         self._fault = None
         self._spread = []
         self._used_lanes = 1
@@ -377,8 +406,10 @@ class Controller:
     def abandon_step(self) -> list[str]:
         """Give a step up after a fault of ours: no row is steered; returns the steered requests that were in it."""
         requests = [name for name in self._geometry.request_ids if self._live.get(name) is not None]
-        self.book.faults.clear()
-        self._spoiled.clear()
+        self.take_fallen()
         self._end_step()
         self.lanes.clear(0, self.lanes.slot.shape[0])
         return requests
+
+
+_OUT_OF_RANGE = "The steered row left the range of the model's numbers. Use smaller numbers."

@@ -72,7 +72,7 @@ def carries(gate: PlannedGate) -> bool:
 class GateState:
     """What the gates of live requests remember: `latched` and `fired_last`, [requests, gates] bool.
 
-    It lives on the device and is advanced there, without a synchronisation.
+    It lives on the device and is advanced there: what comes from the host is copied over, and nothing is read back.
     """
 
     def __init__(self, requests: int, gates: int, device: torch.device) -> None:
@@ -95,6 +95,8 @@ class GateState:
         source [rows, gates] int8; request [rows] int64; first [rows] bool: the row is its request's first in this
         step, the only one that follows directly on the row that `fired_last` speaks of.
         """
+        device = self.latched.device
+        source, request, first = source.to(device), request.to(device), first.to(device)
         follows = self.fired_last[request] & first.unsqueeze(1)
         on = (source == CERTAIN) | ((source == LATCHED) & self.latched[request]) | ((source == FIRED_LAST) & follows)
         return on.float()
@@ -104,6 +106,8 @@ class GateState:
 
         A gate looks at one row of a request in a step at most: the prompt end or one generated row, which is the last.
         """
+        device = self.latched.device
+        last, request = last.to(device), request.to(device)
         fired = lanes.fired[last]
         self.latched[request] |= fired
         self.fired_last[request] = fired

@@ -179,6 +179,15 @@ class SlotBook:
             [int(tables.rank[local, slot]) if isinstance(tables, SiteTables) else 0 for tables, local in self._local]
         )
 
+    @property
+    def places(self) -> list[tuple[SiteTables | RouterTables, int]]:
+        """By site: its tables, and its number in them."""
+        return self._local
+
+    def takes_vectors(self, site: int) -> bool:
+        """Whether gates' vectors can act at a site. At a router none can."""
+        return isinstance(self._local[site][0], SiteTables)
+
     def vector_rows(self, site: int, slots: torch.Tensor) -> torch.Tensor:
         """The additive rows [n, width] float32 of slots [n] that are no more than a bias at a site: gates' vectors."""
         tables, local = self._local[site]

@@ -395,6 +395,38 @@ def test_a_router_that_no_row_of_the_step_selects(spool, mode):
     assert_nothing_is_left(control)
 
 
+@pytest.mark.parametrize("mode", ["in_graph", "split"])
+def test_gates_beside_a_router_and_beside_wider_sites(spool, ones, mode):
+    """A gate's vector is none of a router's business, and a probe is as wide as the stream, not as the widest site."""
+    adds = PlannedGate(
+        when="probe", at="prompt_end", scope="this_token", apply="add", strength=0.5, threshold=-1.0, sharpness=0.0,
+        probe_digest=ones, probe_site=FIRST, steer_digest=ones, steer_sites=(FIRST,),
+    )  # fmt: skip
+    router = PlannedVector(
+        algorithm="moe_router", digest=None, sites=(("router_logits", 1),), where=Where(**ALL),
+        params={"mode": "activate", "expert_ids": [1]},
+    )  # fmt: skip
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    found = []
+    for gates in ((), (adds,)):
+        control = controller(spool, mode)
+        control.add("a", plan_of(router, gates=gates), [1], 9)
+        control.begin_step(geometry([("a", 0, 1)]))
+        hidden, at_router = torch.ones(1, WIDTH), logits.clone()
+        control.steer(hidden, None, 1)
+        control.steer(at_router, None, 3)
+        score = control.lanes.score[0].tolist()[: len(gates)]
+        control.end_step()
+        assert not control.book.faults
+        assert score == [WIDTH] * len(gates)
+        assert (hidden == 1 + 0.5 * 0.5 * len(gates)).all()
+        found.append(at_router)
+        control.finish("a")
+        assert_nothing_is_left(control)
+    assert torch.equal(found[0], found[1])
+    assert found[0].argmax() == 1
+
+
 # Algorithms of third parties
 
 
