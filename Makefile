@@ -1,6 +1,6 @@
 # SteerGate: every command a developer or a new user needs. Each sets up what it needs by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint contracts docs lock clean
+.PHONY: help setup demo test bench lint contracts docs lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -12,7 +12,7 @@ LOCKS := requirements/server.txt requirements/dev.txt requirements/sdk.txt
 STAMP := $(VENV)/.steergate-$(shell cat $(LOCKS) pyproject.toml sdk/python/pyproject.toml | sha256sum | cut -c1-16)
 
 help:
-	@echo "make setup | demo [ARGS=--json] | test [ARGS=...] | lint | contracts | docs | lock"
+	@echo "make setup | demo [ARGS=--json] | test [ARGS=...] | bench [ARGS=--quick] | lint | contracts | docs | lock"
 
 setup: $(STAMP)
 
@@ -33,6 +33,10 @@ test: setup lint docs
 	$(BIN)/python tools/export_client_contracts.py --check
 	$(BIN)/python -m pytest $(ARGS)
 
+# What steering costs; alone on the machine. It is no test: nothing fails if it is slow.
+bench: setup
+	@$(BIN)/python -m benchmarks $(ARGS)
+
 contracts: setup
 	$(BIN)/python tools/export_client_contracts.py
 
@@ -42,7 +46,7 @@ docs: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy server/steergate_server sdk/python/steergate tools
+	$(BIN)/mypy server/steergate_server sdk/python/steergate tools benchmarks
 
 # Resolve the lock files again from their .in files (needs network and uv).
 lock:

@@ -19,6 +19,7 @@ import typer.main
 import steergate
 import steergate.errors
 import steergate_server.algorithms  # noqa: F401 - registers the built-in algorithms
+from benchmarks.options import build_parser
 from steergate.cli.app import app
 from steergate.cli.failures import EXIT_CODES
 from steergate_server.algorithms.registry import get_algorithm
@@ -50,6 +51,8 @@ VLLM_FLAGS = {
     "--kv-transfer-config",
 }
 """vLLM's own flags that the pages speak of."""
+
+BENCH_FLAGS = {option for action in build_parser()._actions for option in action.option_strings}
 
 OTHER_FLAGS = {"--help", "--json"}
 """Help, and the demo's `ARGS=--json`."""
@@ -250,7 +253,7 @@ CLI_FLAGS = set().union(*CLI.values())
 
 @pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.name)
 def test_every_flag_exists(page: Path) -> None:
-    assert flags(page.read_text()) <= SERVE_FLAGS | CLI_FLAGS | VLLM_FLAGS | OTHER_FLAGS
+    assert flags(page.read_text()) <= SERVE_FLAGS | CLI_FLAGS | VLLM_FLAGS | BENCH_FLAGS | OTHER_FLAGS
 
 
 def test_flags_stand_on_the_page_of_their_command() -> None:
@@ -274,6 +277,13 @@ def test_command_lines_use_the_flags_of_their_command() -> None:
                     assert flags(line) <= SERVE_FLAGS, block.where
                     seen.add("steergate-serve")
     assert {"steergate-serve", "vectors register", "vectors list"} <= seen
+
+
+def test_the_flags_of_the_benchmarks() -> None:
+    rows = table(DOCS / "benchmarks.md", "<!-- flags of the benchmarks: checked against the code -->")
+    assert [row[0].split()[0] for row in rows] == [
+        action.option_strings[-1] for action in build_parser()._actions if not isinstance(action, argparse._HelpAction)
+    ]
 
 
 def test_the_commands_of_steerctl() -> None:
