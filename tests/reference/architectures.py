@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 
 from .models import HEAD_DIM, save_tokenizer
 
@@ -28,11 +29,13 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 class Places(NamedTuple):
     """Paths within a block. `attention`: what is added to the stream for attention; None where nothing lies between
-    attention and the MLP. `mlp`: first and last module of the MLP, None where there is none to speak of."""
+    attention and the MLP. `mlp`: first and last module of the MLP, None where steering knows none. `share`: of what
+    attention returns, the part that is added."""
 
     heads: str = "self_attn.o_proj"
     attention: str | None = "self_attn"
     mlp: tuple[str, str] | None = ("mlp", "mlp")
+    share: float = 1.0
 
 
 class Architecture(NamedTuple):
@@ -43,6 +46,8 @@ class Architecture(NamedTuple):
     blocks: str = "model.layers"
     heads_width: int = HEADS * HEAD_DIM
     experts: int = 0
+    in_hf_backend: bool = False
+    """vLLM runs Hugging Face's own modules. It changes their classes, so that takes a process of its own."""
 
     def widths(self) -> dict[str, int]:
         """The hooks that this model has, with the width of their rows."""
@@ -132,13 +137,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         HIDDEN,
     ),
     "gpt_neox": Architecture(
-        lambda: hf.GPTNeoXConfig(**_common() | {"num_attention_heads": 2}), NEOX, "gpt_neox.layers", HIDDEN
-    ),
-    "gpt_neox_sequential": Architecture(
-        lambda: hf.GPTNeoXConfig(**_common(use_parallel_residual=False) | {"num_attention_heads": 2}),
-        NEOX._replace(attention="attention"),
+        lambda: hf.GPTNeoXConfig(**_common() | {"num_attention_heads": 2}),
+        NEOX,
         "gpt_neox.layers",
         HIDDEN,
+        in_hf_backend=True,
     ),
     "opt": Architecture(
         lambda: _opt(norm_first=True),
@@ -153,6 +156,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         lambda: hf.Olmo2Config(**_common(num_key_value_heads=1) | {"num_attention_heads": 2}),
         OUTPUT_NORMS,
         heads_width=HIDDEN,
+        in_hf_backend=True,
     ),
     "exaone4": Architecture(
         lambda: hf.Exaone4Config(**_grouped(sliding_window=None, layer_types=["full_attention"] * LAYERS)), OUTPUT_NORMS
@@ -166,6 +170,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         lambda: hf.GraniteConfig(
             **_common(num_key_value_heads=1, residual_multiplier=0.5) | {"num_attention_heads": 2}
         ),
+        Places(share=0.5),
         heads_width=HIDDEN,
     ),
     "mixtral": Architecture(
@@ -182,12 +187,38 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def build(path: Path, name: str) -> Path:
     """A random float32 model of an architecture, with a tokenizer, under `path`."""
-    save(_randomised(hf.AutoModelForCausalLM.from_config(ARCHITECTURES[name].config())), path)
+    _save(_randomised(hf.AutoModelForCausalLM.from_config(ARCHITECTURES[name].config())), path)
     return path
 
 
-def save(model: hf.PreTrainedModel, path: Path) -> None:
-    """Write a model and a tokenizer of its vocabulary."""
+BLIP2 = ARCHITECTURES["opt"]._replace(blocks="language_model.model.decoder.layers")
+"""BLIP-2 writes with an OPT. Its encoder and its Q-Former have more blocks than that."""
+
+
+def build_blip2(path: Path) -> Path:
+    """A model that sees, with a processor that needs no torchvision, under `path`."""
+    small = {"intermediate_size": 64, "num_attention_heads": 2}
+    config = hf.Blip2Config(
+        vision_config={**small, "hidden_size": HIDDEN, "num_hidden_layers": 5, "image_size": 28, "patch_size": 14},
+        qformer_config={**small, "hidden_size": 32, "num_hidden_layers": 3, "encoder_hidden_size": HIDDEN},
+        text_config=_opt(norm_first=True).to_dict(),
+        num_query_tokens=4,
+        image_token_index=7,
+    )
+    _save(_randomised(hf.Blip2ForConditionalGeneration(config)), path)
+    pixels = BlipImageProcessorPil(size={"height": 28, "width": 28})
+    hf.Blip2Processor(pixels, hf.AutoTokenizer.from_pretrained(path), num_query_tokens=4).save_pretrained(path)
+    return path
+
+
+def build_mamba(path: Path) -> Path:
+    """A model without attention."""
+    config = hf.MambaConfig(vocab_size=VOCAB, hidden_size=HIDDEN, state_size=8, num_hidden_layers=LAYERS)
+    _save(hf.AutoModelForCausalLM.from_config(config), path)
+    return path
+
+
+def _save(model: hf.PreTrainedModel, path: Path) -> None:
     model.save_pretrained(path, safe_serialization=True)
     save_tokenizer(path, VOCAB, 512)
 
@@ -196,12 +227,12 @@ def _randomised(model: hf.PreTrainedModel) -> hf.PreTrainedModel:
     """Weights large enough for peaked logits and for every place to matter."""
     generator = torch.Generator().manual_seed(3)
     model = model.to(torch.float32)
-    embeddings = {id(model.get_input_embeddings().weight)}
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
             noise = torch.randn(parameter.shape, generator=generator)
-            if id(parameter) in embeddings:
-                parameter.copy_(noise)
+            if parameter is model.get_input_embeddings().weight:
+                parameter.copy_(noise * (0.1 if tied else 1.0))
             elif parameter.dim() > 1:
                 parameter.copy_(noise * 0.15)
             else:  # biases, norms: not where they start
@@ -251,7 +282,11 @@ def changed(block: nn.Module, places: Places, hook: str, change: Change) -> Iter
                 return rows
 
             entering(block, remember)
-            leaving(block.get_submodule(places.attention), lambda rows: change(entered[0] + rows) - entered[0])
+            share = places.share
+            leaving(
+                block.get_submodule(places.attention),
+                lambda rows: (change(entered[0] + share * rows) - entered[0]) / share,
+            )
         case "mlp_in":
             assert places.mlp is not None
             entering(block.get_submodule(places.mlp[0]), change)
