@@ -107,22 +107,22 @@ def test_opting_out(engine: SteeredEngine, put: Any) -> None:
     assert all(map(differ, run_cold(engine, [Case(text, request, 8) for request in requests]), before))
 
 
-def test_another_default_needs_no_reset_of_the_cache(eager: SteeredEngine, oracle: Oracle, put: Any) -> None:
+def test_another_default_needs_no_reset_of_the_cache(engine: SteeredEngine, oracle: Oracle, put: Any) -> None:
     """The default is part of each request's plan, so blocks of one are never read under another."""
     text = prompt(642, 100)
     defaults: list[tuple[Json | None, bool]] = [
         (DEFAULTS["static"], False), (None, False), (DEFAULTS["by token"], False), (DEFAULTS["static"], True),
         (DEFAULTS["static"], False),
     ]  # fmt: skip
-    eager.llm.reset_prefix_cache()
+    engine.llm.reset_prefix_cache()
     cached = []
     for default, locked in defaults:
         around = {} if default is None else {"default": default, "locked": locked}
-        eager.admission.clear_default()
+        engine.admission.clear_default()
         if default is not None:
             put(default, locked=locked)
         request = None if default is None else {"report": "summary"}
-        (answer,) = eager.steer([text], [request], 6)
+        (answer,) = engine.steer([text], [request], 6)
         oracle.check(Case(text, request, 6, around), answer)
         cached.append(answer.cached_tokens)
     assert cached == [0, 0, 0, 0, 96]

@@ -150,6 +150,11 @@ def _random_model(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     return model
 
 
+def save_tokenizer(path: str | Path, vocab: int, max_position: int) -> None:
+    """Write the tokenizer that these models have: token i is spelled ``t{i}``, but for the last three."""
+    _word_tokenizer(vocab, max_position).save_pretrained(path)
+
+
 def _word_tokenizer(vocab: int, max_position: int) -> PreTrainedTokenizerFast:
     words = [*(f"t{i}" for i in range(vocab - len(SPECIALS))), *SPECIALS]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=SPECIALS[0]))

@@ -317,6 +317,7 @@ class Controller:
         if self._locked:
             so_far = None if value is None else value + change
             change = change + self.book.change(site, slots[:, used], so_far, positions, rank)
+            weight = torch.nn.functional.pad(weight, (0, 1), value=1.0)
         changed = (hidden[active].float() + change).to(hidden.dtype)
         if not bool(in_range(changed).all()):
             changed = self._refuse_overflow(hidden[active], changed, active)

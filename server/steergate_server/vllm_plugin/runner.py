@@ -12,37 +12,77 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.v1.attention.backend import AttentionType
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from steergate_server.graph import ops
 from steergate_server.registry.spool import Spool, SpoolError
+from steergate_server.runtime.blocks import find_decoder_stack
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig, engine_config
 from steergate_server.runtime.controller import Controller, Evidence
 from steergate_server.runtime.geometry import StepGeometry
 from steergate_server.runtime.plan import decode_plan
-from steergate_server.runtime.sites import attach_sites, find_decoder_stack
+from steergate_server.runtime.sites import attach_sites
 from steergate_server.schema.errors import SteeringError
 from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, STEP_ATTRIBUTE, StepResult, failure, plan_bytes
 
 logger = init_logger(__name__)
 
 
+REHEARSAL_ROWS = 4
+"""Rows of the forward in which a model's blocks are tried out."""
+
+
 def is_attention(module: torch.nn.Module) -> bool:
-    """Whether a module is one of vLLM's attention layers."""
-    return isinstance(module, AttentionLayerBase)
+    """Whether a module is an attention layer of a decoder: it attends to the rows before, and keeps them."""
+    return isinstance(module, Attention | MLAAttention) and getattr(module, "attn_type", None) in (
+        None,
+        AttentionType.DECODER,
+    )
+
+
+def language_model(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of a model that writes text: all of it, unless it sees or hears as well."""
+    find: Any = getattr(model, "get_language_model", None)
+    inner = model if find is None else find()
+    assert isinstance(inner, torch.nn.Module)
+    return inner
+
+
+def run_once(model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
+    """One forward of a few rows, within a forward context of that many."""
+    positions = torch.arange(REHEARSAL_ROWS, device=device)
+    if vllm_config.model_config.uses_mrope:
+        positions = positions.expand(3, -1)
+    ids = torch.zeros(REHEARSAL_ROWS, dtype=torch.int32, device=device)
+    with torch.no_grad():
+        model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
 
 
 def build_controller(
-    stack: torch.nn.ModuleList, config: EngineConfig, vllm_config: VllmConfig, max_rows: int, device: torch.device
+    model: torch.nn.Module,
+    stack: torch.nn.ModuleList,
+    config: EngineConfig,
+    vllm_config: VllmConfig,
+    max_rows: int,
+    device: torch.device,
 ) -> Controller:
     """Place the ops in the blocks of a freshly loaded model and allocate everything that steering needs."""
-    width = vllm_config.model_config.get_hidden_size()
-    sites = attach_sites(
-        stack, config.hooks, width, is_attention, lambda module: isinstance(module, PPMissingLayer), ops.steer
-    )
+    # No attention metadata: nothing is read from KV or written to it. Not compiled: the ops are yet to be traced.
+    with set_forward_context(None, vllm_config, num_tokens=REHEARSAL_ROWS, skip_compiled=True):
+        sites = attach_sites(
+            stack,
+            config.hooks,
+            vllm_config.model_config.get_hidden_size(),
+            is_attention,
+            lambda module: isinstance(module, PPMissingLayer),
+            ops.steer,
+            lambda: run_once(model, vllm_config, device),
+        )
     spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
     controller = Controller(
         config,
@@ -84,9 +124,10 @@ class SteeringRunnerMixin:
         # Bytes of the pools in use, as the scheduler last heard. At first it has heard nothing.
         self._steering_told = -1
         runner: Any = self
-        stack = find_decoder_stack(runner.get_model(), is_attention)
+        model = runner.get_model()
+        stack = find_decoder_stack(language_model(model), is_attention)
         self.steering_layers = len(stack)
-        self.steering = build_controller(stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
+        self.steering = build_controller(model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
         ops.bind(self.steering)
 
     def _update_states(self, scheduler_output: Any) -> Any:
