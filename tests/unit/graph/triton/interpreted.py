@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from steergate_server.graph import triton_op
-from steergate_server.graph.lanes import SOFT
+from steergate_server.graph.lanes import BELOW, COSINE, LASTING, SOFT
 from steergate_server.graph.pools import Pool
 from steergate_server.graph.tables import SiteTables
 from steergate_server.graph.triton_op import TritonOp
@@ -260,6 +260,15 @@ def score_gates(hidden, residual, site, rows, lanes, gates, probes):
 @pytest.fixture(autouse=True)
 def _kernel_in_the_suite(monkeypatch):
     monkeypatch.setattr(test_score_gates, "score_gates", score_gates)
+
+
+@pytest.mark.parametrize("mode", [SOFT, SOFT | BELOW, LASTING, LASTING | BELOW, SOFT | COSINE])
+def test_a_row_that_is_not_a_number_fires_nothing(mode):
+    value = torch.tensor([[float("nan"), 2.0]])
+    _, fired, weight = test_score_gates.single(value, [1.0, 0.25], 1.0, mode)
+    # The cosine of such a row is that of a row of zeros, below the threshold.
+    assert not fired
+    assert weight == pytest.approx(1 / (1 + math.e) if mode & COSINE else 0.0)
 
 
 for _name in dir(test_score_gates):
