@@ -128,6 +128,7 @@ class SteeredEngine(StockEngine):
             self.sites,
             Capacity(*status["capacity"]),
             self.config.graph_mode,
+            speculative="speculative_config" in settings,
         )
         self.admission = Admission(self.config, facts, self.names)
         self._held: list[str] = []

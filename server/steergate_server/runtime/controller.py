@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Evidence(NamedTuple):
-    """What one request's gates saw in one step, at its last row: absolute position, and by gate whether it looked,
+    """What one request's gates saw at one row of a step: absolute position, and by gate whether it looked,
     its score (NaN for none), whether it fired, and the weight it ended with."""
 
     position: int
@@ -336,14 +336,14 @@ class Controller:
             self._spoiled[number] = _OUT_OF_RANGE
         return torch.where(spoiled.unsqueeze(1), before, changed)
 
-    def end_step(self) -> dict[str, Evidence]:
+    def end_step(self) -> dict[str, list[Evidence]]:
         """Advance the gates' state after the forward; return the evidence of requests that want a report.
 
         Raises the fault, if any, that an op of this step met. `take_fallen` tells requests whose algorithm failed.
         """
         if self._fault is not None:
             raise self._fault
-        evidence: dict[str, Evidence] = {}
+        evidence: dict[str, list[Evidence]] = {}
         if self._rows and self._used_lanes > 1:
             last = np.cumsum(self._geometry.counts) - 1
             self.state.advance(self.lanes, torch.from_numpy(last), torch.from_numpy(self._numbers))
@@ -368,23 +368,22 @@ class Controller:
                     fallen[request_id] = faults[slot]
         return fallen
 
-    def _evidence(self, last: NDArray[np.int64]) -> dict[str, Evidence]:
+    def _evidence(self, last: NDArray[np.int64]) -> dict[str, list[Evidence]]:
+        """By request, what its gates saw at the rows that may produce a token: its last one, and before that as many
+        as it has drafts."""
+        geometry = self._geometry
         wanted = [
-            (index, request_id)
-            for index, request_id in enumerate(self._geometry.request_ids)
+            (request_id, int(last[index]), geometry.drafts.get(request_id, 0))
+            for index, request_id in enumerate(geometry.request_ids)
             if self._numbers[index] and self._wants_evidence(request_id)
         ]
         if not wanted:
             return {}
-        chosen = [index for index, _ in wanted]
-        rows = torch.from_numpy(last[chosen])
-        position = (self._geometry.starts + self._geometry.counts - 1)[chosen].tolist()
-        looked, score = self.lanes.look[rows].tolist(), self.lanes.score[rows].tolist()
-        fired, weight = self.lanes.fired[rows].tolist(), self.lanes.weight[rows, 1:].tolist()
-        return {
-            request_id: Evidence(position[at], looked[at], score[at], fired[at], weight[at])
-            for at, (_, request_id) in enumerate(wanted)
-        }
+        lanes = self.lanes
+        rows = torch.tensor([row for _, end, drafts in wanted for row in range(end - drafts, end + 1)])
+        columns = (lanes.position, lanes.look, lanes.score, lanes.fired, lanes.weight[:, 1:])
+        seen = iter(zip(*(column[rows].tolist() for column in columns), strict=True))
+        return {request_id: [Evidence(*next(seen)) for _ in range(drafts + 1)] for request_id, _, drafts in wanted}
 
     def _wants_evidence(self, request_id: str) -> bool:
         live = self._live.get(request_id)

@@ -104,20 +104,22 @@ class Conversations:
         operator = declared.operator_gates if declared.operator_locked else 0
         return Latching(conversation, lanes, frozenset(lane for lane, index in enumerate(ran) if index < operator))
 
-    def see(self, latching: Latching, evidence: Evidence | None) -> None:
-        """One output of a turn was accepted; evidence: what its gates saw at that row. Raises OSError."""
+    def see(self, latching: Latching, rows: Sequence[Evidence]) -> None:
+        """Outputs of a turn were accepted; rows: what its gates saw at the rows that produced them. Raises OSError."""
         if latching.forgotten:
             return
-        fired, latching.open_always = latching.open_always, []
-        if evidence is not None:
-            fired = fired + [
-                lane for lane in latching.lanes if evidence.looked[lane] and evidence.fired[lane] and lane not in fired
-            ]
-        for lane in fired:
-            if latching.conversation.settlement and latching.lanes[lane].when == "probe" and evidence is not None:
-                latching.firings.setdefault(lane, evidence.position)
-            else:
-                self._latch(latching, lane)
+        # What always acts needs no evidence: it has latched with the first answer token.
+        always, latching.open_always = latching.open_always, []
+        for lane in always:
+            self._latch(latching, lane)
+        for row in rows:
+            for lane, gate in latching.lanes.items():
+                if gate.when == "always" or not (row.looked[lane] and row.fired[lane]):
+                    continue
+                if latching.conversation.settlement:
+                    latching.firings.setdefault(lane, row.position)
+                else:
+                    self._latch(latching, lane)
 
     def _latch(self, latching: Latching, lane: int) -> None:
         self.latches.latch(latching.conversation.key, latching.lanes[lane], locked=lane in latching.locked)

@@ -35,11 +35,15 @@ _DIVISOR_PATHS = {"erase": "", "clamp": "", "concept_replace": "h1/"}
 """Algorithms that divide by the norm of a row, and how the row's path starts."""
 
 
+SPECULATIVE_GATES = "Under speculative decoding a probe cannot act on later rows: drafts run before it has fired."
+
+
 class Resolver:
     """Resolves requests for one model. Digests that it holds in the spool are told through `held`."""
 
     def __init__(self, config: EngineConfig, facts: ModelFacts, names: NameIndex, kinds: Sequence[str]) -> None:
         self.config = config
+        self._facts = facts
         self._names = names
         self._sources = Sources(config, facts, names, kinds)
 
@@ -209,6 +213,12 @@ class Resolver:
     # Gates ------------------------------------------------------------------------------------------------------
 
     def _gate(self, gate: SteeringGate, path: Path, where: ParamWriter, held: list[str]) -> PlannedGate:
+        if self._facts.speculative and isinstance(gate.when, ProbeWhen) and gate.scope != "this_token":
+            raise SteeringError(
+                "gates_unavailable",
+                f"{SPECULATIVE_GATES} Use scope `this_token`.",
+                where((*path, "scope")),
+            )
         planned = PlannedGate(
             when="always", at=gate.when.at, scope=gate.scope, apply=_apply_name(gate.apply), label=gate.label
         )

@@ -35,7 +35,7 @@ ParamWriter = Callable[[Path], str]
 class ModelFacts(NamedTuple):
     """What admission knows of the served model: its name, its number of blocks, the width of its
     residual stream, the sites that carry ops, what an
-    engine process has room for, and how steering runs inside it."""
+    engine process has room for, how steering runs inside it, and whether tokens are drafted."""
 
     name: str
     layers: int
@@ -43,6 +43,7 @@ class ModelFacts(NamedTuple):
     sites: tuple[Site, ...]
     capacity: Capacity
     graph_mode: Literal["eager", "split", "in_graph"] = "in_graph"
+    speculative: bool = False
 
     def width(self, site: SiteName) -> int | None:
         """Elements per row at a site, or None where no op stands."""

@@ -31,7 +31,7 @@ class StepResult:
     def __init__(
         self,
         failures: dict[str, dict[str, Any]],
-        evidence: dict[str, Evidence],
+        evidence: dict[str, list[Evidence]],
         capacity: Capacity,
         pool_used: int,
     ) -> None:

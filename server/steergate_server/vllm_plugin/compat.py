@@ -56,7 +56,7 @@ def check_vllm() -> None:
 
 def check_config(config: VllmConfig) -> None:
     """Raise IncompatibleVllmError for configurations whose rows are cut or reordered inside the forward."""
-    parallel = config.parallel_config
+    parallel, speculation = config.parallel_config, config.speculative_config
     refused = {
         # The op branches on the host, so a captured CUDA graph would replay it idle.
         "a platform other than CPU": not current_platform.is_cpu(),
@@ -70,7 +70,10 @@ def check_config(config: VllmConfig) -> None:
         "several API server processes": parallel._api_process_count > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "tensor parallelism": parallel.tensor_parallel_size > 1,
-        "speculative decoding": config.speculative_config is not None,
+        "speculative decoding other than n-gram": speculation is not None and speculation.method != "ngram",
+        # The host learns only later how many drafts were accepted, and so at which positions rows are.
+        "speculative decoding under asynchronous scheduling": speculation is not None
+        and bool(config.scheduler_config.async_scheduling),
         "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
         "a model that does not generate": config.model_config.runner_type != "generate",
     }

@@ -59,6 +59,7 @@ class SteerGateEndpoint:
             sites=sites,
             capacity=Capacity(*statuses[0]["capacity"]),
             graph_mode=config.graph_mode,
+            speculative=engine_client.vllm_config.speculative_config is not None,
         )
         self._state.guarded = GUARDED_PREFIX
         self._state.server_keys = tuple(filter(None, args.api_key or [envs.VLLM_API_KEY]))

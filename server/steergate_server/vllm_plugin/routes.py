@@ -17,6 +17,7 @@ from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.conversations import forget_message
 from steergate_server.runtime.engine_status import load_status
 from steergate_server.runtime.front_config import FrontConfig
+from steergate_server.runtime.resolve import SPECULATIVE_GATES
 from steergate_server.schema.decode import decode, decode_conversation_id, decode_steering, encode
 from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.hooks import HOOK_COMPONENTS, HOOKS, Component
@@ -238,6 +239,7 @@ def capabilities_answer(admission: Admission, config: FrontConfig, contract: str
         },
         sources=[source for source in ("name", "inline") if source in config.sources],
         gates=engine.gates,
+        gates_reason=_gates_reason(admission),
         graph_mode=facts.graph_mode,
         limits=Limits(
             vectors=MAX_VECTORS,
@@ -248,6 +250,12 @@ def capabilities_answer(admission: Admission, config: FrontConfig, contract: str
             pool_rows=facts.capacity.rows,
         ),
     )
+
+
+def _gates_reason(admission: Admission) -> str | None:
+    if not admission.config.gates:
+        return "The operator switched gates off."
+    return SPECULATIVE_GATES if admission.facts.speculative else None
 
 
 def _algorithm_info(name: str, capability: AlgorithmCapabilities, engine: EngineConfig) -> AlgorithmInfo:

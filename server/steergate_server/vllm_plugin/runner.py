@@ -112,7 +112,7 @@ class SteeringRunnerMixin:
     steering: Controller
     steering_layers: int
     _steering_failures: dict[str, dict[str, Any]]
-    _steering_evidence: dict[str, Evidence]
+    _steering_evidence: dict[str, list[Evidence]]
     _steering_told: int
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -176,6 +176,7 @@ class SteeringRunnerMixin:
                 list(batch.req_ids[:count]),
                 num_scheduled_tokens.astype("int64"),
                 batch.num_computed_tokens_cpu[:count].astype("int64"),
+                {name: len(drafts) for name, drafts in scheduler_output.scheduled_spec_decode_tokens.items()},
             )
             self.steering.begin_step(geometry)
         except Exception:

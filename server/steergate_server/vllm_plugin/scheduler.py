@@ -7,7 +7,7 @@ requests whose steering failed, and attaches reports. Nothing of ours may raise 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -233,11 +233,14 @@ class SteeringSchedulerMixin:
         evidence = {} if result is None else result.evidence
         for request_id, tokens in before.items():
             steered = self._steered.get(request_id)
-            if steered is None or steered.request.num_output_tokens == tokens:
-                continue  # nothing of it was accepted in this step
-            seen = evidence.get(request_id)
-            if seen is not None and steered.book is not None:
-                steered.book.accept(seen)
+            accepted = 0 if steered is None else steered.request.num_output_tokens - tokens
+            if steered is None or not accepted:
+                continue
+            # The rows of rejected drafts come behind those that count.
+            seen = evidence.get(request_id, [])[:accepted]
+            if steered.book is not None:
+                for row in seen:
+                    steered.book.accept(row)
             if steered.latching is not None:
                 self._latch(request_id, steered.latching, seen)
         if not self._steered:
@@ -271,7 +274,7 @@ class SteeringSchedulerMixin:
         except OSError:
             logger.exception("SteerGate: the engine's status could not be told")
 
-    def _latch(self, request_id: str, latching: Latching, seen: Evidence | None) -> None:
+    def _latch(self, request_id: str, latching: Latching, seen: Sequence[Evidence]) -> None:
         try:
             self._conversations.see(latching, seen)
         except Exception:
