@@ -15,6 +15,7 @@ import torch
 from reference.interpreter import Result, generate
 from reference.models import load_hf
 from reference.results import GateTrace
+from steergate_server.runtime.books import logged_rows
 from support.engines import Answer, SteeredEngine
 
 TOLERANCE = 1e-4
@@ -81,10 +82,13 @@ class Oracle:
         for token, top in zip(answer.tokens, expected.top_logprobs, strict=True):
             (best, first), (_, second), *_ = top.items()
             assert token == best or first - second < TIE
-        if isinstance(case.request, dict) and case.request.get("report") == "summary":
-            running = [trace for trace in (*expected.default_gates, *expected.gates) if not trace.bridged]
+        report = case.request.get("report") if isinstance(case.request, dict) else None
+        running = [trace for trace in (*expected.default_gates, *expected.gates) if not trace.bridged]
+        if report:
             for book, trace in zip(answer.ours["gates"], running, strict=True):
                 check_book(book, trace)
+        if report == "scores":
+            check_rows(answer.ours["rows"], running)
 
 
 def check_margins(case: Case, expected: Result) -> None:
@@ -108,6 +112,17 @@ def check_book(book: dict[str, Any], trace: GateTrace) -> None:
         assert book["max_score"] == pytest.approx(max(trace.scores), rel=TOLERANCE, abs=TOLERANCE)
     else:
         assert book["max_score"] is None
+
+
+def check_rows(logged: dict[str, bytes], traces: list[GateTrace]) -> None:
+    """Assert that the log of a request's rows has every answer row, with the reference's scores and weights."""
+    rows = list(logged_rows(logged, len(traces)))
+    for number, trace in enumerate(traces):
+        assert [row for row, _, _ in rows] == [row.row for row in trace.rows]
+        scores = [np.nan if row.score is None else row.score for row in trace.rows]
+        weights = [row.weight for row in trace.rows]
+        np.testing.assert_allclose([row[1][number] for row in rows], scores, rtol=TOLERANCE, atol=TOLERANCE)
+        np.testing.assert_allclose([row[2][number] for row in rows], weights, rtol=0, atol=10 * TOLERANCE)
 
 
 def run_cold(engine: SteeredEngine, cases: Sequence[Case]) -> list[Answer]:

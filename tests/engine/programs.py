@@ -91,7 +91,7 @@ def matrix(oracle: Oracle, tokens: int = 10) -> list[Case]:
     }
 
     def put(when: Json, scope: str, apply: Json, vectors: list[Json], length: int) -> None:
-        request = {"gates": [gate(when, scope, apply)], "vectors": vectors, "report": "summary"}
+        request = {"gates": [gate(when, scope, apply)], "vectors": vectors, "report": "scores"}
         cases.append(Case(prompt(100 + length, length), request, tokens))
 
     for number, (scope, when) in enumerate(itertools.product(SCOPES, (ALWAYS, ALWAYS_IN_ANSWER))):
@@ -132,7 +132,7 @@ def random_programs(oracle: Oracle, count: int) -> list[Case]:
 def _random_request(rng: np.random.Generator, seed: int) -> Json:
     vectors = _random_vectors(rng, seed)
     gates = [_random_gate(rng, 100 * seed + number, bool(vectors)) for number in range(rng.integers(1, 5))]
-    return {"gates": gates, "vectors": vectors, "report": "summary"}
+    return {"gates": gates, "vectors": vectors, "report": "scores"}
 
 
 def _random_vectors(rng: np.random.Generator, seed: int) -> list[Json]:

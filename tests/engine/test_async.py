@@ -11,7 +11,7 @@ from support.engines import SteeredEngine
 
 from .async_on_cpu import AsyncAnswers, Job, run_async
 from .conftest import SETTINGS
-from .oracle import Case, Oracle
+from .oracle import Case, Oracle, check_rows
 from .programs import matrix, random_programs
 
 
@@ -67,3 +67,4 @@ def test_a_firing_past_the_stop_never_counts(eager: SteeredEngine, oracle: Oracl
         for book, trace in zip(answer.ours["gates"], expected.gates, strict=True):
             assert book["fired"] == len(trace.fired_rows)
             assert book["evaluated"] == sum(row.fired or row.score is not None for row in trace.rows)
+        check_rows(answer.ours["rows"], expected.gates)

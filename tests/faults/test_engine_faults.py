@@ -257,7 +257,7 @@ def test_gates_resume_with_their_history(engine: SteeredEngine, oracle: Oracle, 
     threshold = max(gaps)[1]
     steer = random_direction(98, HIDDEN, [2, 3], norm=8.0)
     gates = [gate(probe(PROBE, threshold, at=at), scope, add(steer))]
-    gated = Case(ids, {"gates": gates, "report": "summary"}, tokens)
+    gated = Case(ids, {"gates": gates, "report": "scores"}, tokens)
     # vLLM preempts those that came last.
     cases = [*(Case(prompt(740 + seed * 10 + n, 60), None, 4 * BLOCK) for n in range(5)), gated]
     answers = run(engine, cases)

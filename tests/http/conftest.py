@@ -40,9 +40,11 @@ def model(folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def server(model: Path, folder: Path) -> Iterator[Server]:
-    """The main server: no `--api-key`, one steering key, two hooks, a small limit on inline numbers."""
+    """The main server: no `--api-key`, one steering key, two hooks, a small limit on inline numbers; it stores
+    responses."""
     flags = ["--steer-hooks", "pre_attn,post_block", "--steering-api-key", STEERING_KEY, "--max-inline-bytes", "65536"]
-    with steergate_serve(model, folder / "server.log", flags) as running:
+    stores = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
+    with steergate_serve(model, folder / "server.log", flags, variables=stores) as running:
         with Api(running) as client:
             for kind, names in NAMED.items():
                 for name, payload in names.items():

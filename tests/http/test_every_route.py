@@ -92,11 +92,24 @@ def test_the_last_event_of_a_stream_takes_the_report(api: Api, route: str, event
     assert [index for index, event in enumerate(reported) if "steering_report" in event] == [len(reported) - 1]
 
 
-def test_a_response_that_goes_on_from_stored_text(api: Api, reference: Any) -> None:
-    """A longer input is a longer prompt and nothing else."""
-    prompt = [254, *range(5, 40), 255]
-    answer = api.ask("responses", prompt, steering=STEERED["gates"])
-    assert_equals(answer, reference(STEERED["gates"], prompt))
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_response_that_goes_on_from_a_stored_one(api: Api, stream: bool) -> None:
+    """What went before is prompt, as if the client had sent it all."""
+    steering = {**STEERED["gates"], "report": "scores"}
+    first = api.ask("responses", steering=steering)
+    turns = [{"role": "user", "content": words(PROMPT)}, {"role": "assistant", "content": first.text}]
+    more = {"role": "user", "content": "t77 t78"}
+    sent = api.ask("responses", stream=stream, input=[*turns, more], steering=steering)
+    stored = api.ask("responses", stream=stream, input=[more], previous_response_id=first.body["id"], steering=steering)
+    assert stored.status == 200, stored.body
+    assert stored.text == sent.text != first.text
+    assert stored.logprobs == pytest.approx(sent.logprobs, abs=1e-4)
+    assert stored.report is not None
+    assert sent.report is not None
+    rows = [report["choices"][0]["tokens"] for report in (stored.report, sent.report)]
+    assert [row[:2] for row in rows[0]] == [row[:2] for row in rows[1]]
+    assert rows[0][0][0] > len(PROMPT), "the prompt end lies behind the first turn"
+    assert stored.report["choices"][0]["vectors"] == sent.report["choices"][0]["vectors"]
 
 
 def test_a_batch_has_a_report_for_each_conversation(api: Api, reference: Any) -> None:
