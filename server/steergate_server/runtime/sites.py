@@ -13,15 +13,8 @@ import torch
 from torch import nn
 
 from steergate_server.runtime.blocks import Block, IsAttention, UnrecognisedModelError, parts_of
-from steergate_server.runtime.rehearsal import (
-    Ways,
-    call_of,
-    first_tensor,
-    forward_parameters,
-    rehearse,
-    rows_of,
-    summands,
-)
+from steergate_server.runtime.rehearsal import Ways, rehearse
+from steergate_server.runtime.stage import call_of, first_tensor, forward_parameters, rows_of, summands
 from steergate_server.schema.hooks import HOOKS
 
 SiteOp = Callable[[torch.Tensor, "torch.Tensor | None", int], None]

@@ -404,9 +404,14 @@ def test_what_is_not_understood_is_refused_in_one_line():
     refused(wide, r"shape \[2, 5, 16\]", lambda: wide.layers[0](torch.arange(ROWS), torch.randn(2, ROWS, WIDTH)))
     refused(blind, "has no effect", None)
     refused(Model(Block, Block), "the forward does not run block 0", lambda: None)
+    refused(Model(Block), "a trial forward failed: ValueError: two lines", _fail)
     one = Model(Block, Block)
     one.layers[1] = one.layers[0]
     refused(one, "one block stands at several layers")
+
+
+def _fail():
+    raise ValueError("two\nlines")
 
 
 class SeesAndWrites(nn.Module):
