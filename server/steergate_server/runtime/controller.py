@@ -374,7 +374,7 @@ class Controller:
         for lane in range(1, used):
             change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
         changed = (hidden[active].float() + change).to(hidden.dtype)
-        if not bool(self._in_range(changed).all()):
+        if not self._all_in_range(changed):
             changed = self._refuse_overflow(hidden[active], changed, slots)
         hidden[active] = changed
         if self.trace is not None:
@@ -383,9 +383,18 @@ class Controller:
     @staticmethod
     def _in_range(rows: torch.Tensor) -> torch.Tensor:
         """Whether each row [n] is finite and leaves later layers room to add to it. float16 has none to give."""
-        largest = torch.finfo(rows.dtype).max
         # NaN compares as False.
-        return (rows.abs() <= (largest if rows.dtype == torch.float16 else largest / 16)).all(dim=1)
+        return (rows.abs() <= _largest(rows.dtype)).all(dim=1)
+
+    @staticmethod
+    def _all_in_range(rows: torch.Tensor) -> bool:
+        """Whether every row is so, in one pass over them: every steered row of every site is looked at."""
+        if not rows.numel():
+            return True
+        low, high = rows.aminmax()
+        largest = _largest(rows.dtype)
+        # Both are NaN if any number is.
+        return -largest <= float(low) and float(high) <= largest
 
     def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Leave rows [n, width] that would leave the range as they were; fail the requests of their slots [n, lanes].
@@ -463,6 +472,12 @@ class Controller:
         self._end_step()
         self.lanes.clear(0, self.lanes.slot.shape[0])
         return requests
+
+
+def _largest(dtype: torch.dtype) -> float:
+    """The largest number that a steered row may hold."""
+    largest = torch.finfo(dtype).max
+    return largest if dtype == torch.float16 else largest / 16
 
 
 _EVERYWHERE = Where(prompt="all", generation="all")
