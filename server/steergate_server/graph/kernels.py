@@ -133,6 +133,16 @@ def in_range(rows: torch.Tensor) -> torch.Tensor:
     return (rows.abs() <= range_limit(rows.dtype)).all(dim=1)
 
 
+def all_in_range(rows: torch.Tensor) -> bool:
+    """Whether every row is so, in one pass over them: every steered row of every site is looked at."""
+    if not rows.numel():
+        return True
+    low, high = rows.aminmax()
+    limit = range_limit(rows.dtype)
+    # Both are NaN if any number is.
+    return -limit <= float(low) and float(high) <= limit
+
+
 def range_limit(dtype: torch.dtype) -> float:
     """The largest magnitude that a steered row may hold. float16 has no room to give."""
     largest = torch.finfo(dtype).max

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from steergate_server.graph.kernels import complete, in_range, kept_share, score_gates
+from steergate_server.graph.kernels import all_in_range, complete, in_range, kept_share, score_gates
 from steergate_server.graph.lanes import Lanes
 from steergate_server.graph.pools import Pool
 from steergate_server.registry.spool import Spool
@@ -319,7 +319,7 @@ class Controller:
             change = change + self.book.change(site, slots[:, used], so_far, positions, rank)
             weight = torch.nn.functional.pad(weight, (0, 1), value=1.0)
         changed = (hidden[active].float() + change).to(hidden.dtype)
-        if not bool(in_range(changed).all()):
+        if not all_in_range(changed):
             changed = self._refuse_overflow(hidden[active], changed, active)
         hidden[active] = changed
         if self.trace is not None:

@@ -7,6 +7,7 @@ import torch
 from steergate_server.algorithms import registry
 from steergate_server.algorithms.base import BaseSteerVectorAlgorithm
 from steergate_server.algorithms.registry import register_algorithm
+from steergate_server.graph.kernels import all_in_range, in_range
 from steergate_server.registry.numbers import StoredPayload
 from steergate_server.registry.spool import Spool, SpoolError
 from steergate_server.runtime.lowering import lowering_problem
@@ -535,3 +536,15 @@ def test_an_algorithm_that_cannot_take_its_payload_holds_nothing(spool, ones, fa
 def test_the_world_has_every_algorithm_and_site():
     assert set(registry.registered_algorithms()) == set(ALGORITHMS)
     assert len(STREAM) == 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("worst", ["nan", "inf", "-inf", "largest", "-largest", "beyond", "-beyond"])
+def test_one_pass_over_all_rows_finds_what_a_look_at_each_row_finds(dtype, worst):
+    largest = torch.finfo(dtype).max / (1 if dtype == torch.float16 else 16)
+    beyond = float(torch.tensor(largest, dtype=dtype).nextafter(torch.tensor(torch.inf, dtype=dtype)))
+    numbers = {"largest": largest, "beyond": beyond}
+    rows = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[3, 7] = (-1 if worst[0] == "-" else 1) * (numbers.get(worst.strip("-")) or float(worst.strip("-")))
+    assert all_in_range(rows) is bool(in_range(rows).all()) is (worst.strip("-") == "largest")
+    assert all_in_range(rows[:0])
