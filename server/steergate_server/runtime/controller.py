@@ -251,6 +251,8 @@ class Controller:
 
     def begin_step(self, geometry: StepGeometry) -> None:
         """Lay out the lanes of a step. Nothing of an earlier step is left in them."""
+        # First of all: whoever abandons a step that could not be laid out must know whose it was.
+        self._geometry = geometry
         rows = geometry.rows
         numbers = np.zeros(len(geometry.request_ids), dtype=np.int64)
         if self._live:
@@ -282,7 +284,7 @@ class Controller:
         self.lanes.position[:rows] = torch.from_numpy(position)
         self.lanes.slot[:rows] = torch.from_numpy(slots)
         self.lanes.weight[:rows, 0] = 1.0
-        self._rows, self._geometry, self._numbers = rows, geometry, numbers
+        self._rows, self._numbers = rows, numbers
         self._open_sites(numbers)
         if self.lanes.look.shape[1]:
             self._lay_gates(request, phase, first, rows)
