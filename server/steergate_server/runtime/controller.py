@@ -158,6 +158,8 @@ class Controller:
 
     def begin_step(self, geometry: StepGeometry) -> None:
         """Lay out the lanes of a step. Nothing of an earlier step is left in them."""
+        # First of all: whoever abandons a step that could not be laid out must know whose it was.
+        self._geometry = geometry
         rows = geometry.rows
         numbers = np.zeros(len(geometry.request_ids), dtype=np.int64)
         if self._live:

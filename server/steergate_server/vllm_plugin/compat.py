@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections.abc import Callable, Mapping
 from importlib import metadata
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from vllm.config import VllmConfig
@@ -46,11 +49,47 @@ def check_vllm() -> None:
     version = installed_vllm()
     if not SUPPORTED_VLLM.contains(version, prereleases=True):
         raise IncompatibleVllmError(f"vLLM {version} is not supported; SteerGate works with vLLM {SUPPORTED_VLLM}")
-    for function, expected in _SIGNATURES.items():
+    _check_signatures(_SIGNATURES)
+
+
+def check_v2_runner(runner: type) -> None:
+    """Raise IncompatibleVllmError unless this class is a V2 model runner with methods and records that we know."""
+    # Not at the top: on CPU, vLLM's worker must come first, which changes what these modules import.
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.worker.gpu.async_utils import AsyncOutput
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    if not issubclass(runner, GPUModelRunner):
+        raise IncompatibleVllmError(f"{runner.__qualname__} is neither vLLM's V1 nor its V2 model runner")
+    _check_signatures(
+        {
+            GPUModelRunner.add_requests: ["self", "scheduler_output"],
+            GPUModelRunner.prepare_inputs: ["self", "scheduler_output", "batch_req_state", "batch_desc"],
+            GPUModelRunner.execute_model: ["self", "scheduler_output", "intermediate_tensors", "dummy_run"],
+            GPUModelRunner.sample_tokens: ["self", "grammar_output"],
+            AsyncOutput.__init__: ["self", "model_runner_output"],
+        }
+    )
+    read = {
+        InputBatch: {"req_ids", "num_reqs", "query_start_loc_np", "num_computed_tokens_np", "input_ids"},
+        SchedulerOutput: {"scheduled_new_reqs", "finished_req_ids", "preempted_req_ids"},
+        NewRequestData: {"req_id", "prompt_token_ids", "sampling_params"},
+    }
+    for record, names in read.items():
+        missing = names - {field.name for field in dataclasses.fields(record)}
+        if missing:
+            raise IncompatibleVllmError(
+                f"vLLM {installed_vllm()}: {record.__qualname__} has no field {', '.join(sorted(missing))}"
+            )
+
+
+def _check_signatures(signatures: Mapping[Callable[..., Any], list[str]]) -> None:
+    for function, expected in signatures.items():
         found = list(inspect.signature(function).parameters)
         if found[: len(expected)] != expected:
             raise IncompatibleVllmError(
-                f"vLLM {version}: {function.__qualname__} takes {found}, expected it to start with {expected}"
+                f"vLLM {installed_vllm()}: {function.__qualname__} takes {found}, expected it to start with {expected}"
             )
 
 
@@ -60,8 +99,6 @@ def check_config(config: VllmConfig) -> None:
     refused = {
         # The op branches on the host, so a captured CUDA graph would replay it idle.
         "a platform other than CPU": not current_platform.is_cpu(),
-        # Its methods are others: the runner mixin would never be called, and every request would run unsteered.
-        "the V2 model runner (VLLM_USE_V2_MODEL_RUNNER=1)": config.use_v2_model_runner,
         "dual-batch overlap (--enable-dbo, --ubatch-size)": parallel.enable_dbo or parallel.ubatch_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         "sequence parallelism of experts": parallel.use_sequence_parallel_moe,
@@ -74,8 +111,12 @@ def check_config(config: VllmConfig) -> None:
         # The host learns only later how many drafts were accepted, and so at which positions rows are.
         "speculative decoding under asynchronous scheduling": speculation is not None
         and bool(config.scheduler_config.async_scheduling),
+        # Its batches do not say which of their rows are drafts.
+        "speculative decoding on the V2 model runner": speculation is not None and config.use_v2_model_runner,
         "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
         "a model that does not generate": config.model_config.runner_type != "generate",
+        # Only the V2 runner runs these. They compute a position many times, so no firing belongs to it.
+        "a diffusion language model": config.model_config.is_diffusion,
     }
     found = [name for name, present in refused.items() if present]
     if found:

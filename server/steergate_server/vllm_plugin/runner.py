@@ -1,219 +1,47 @@
-"""The adapter for vLLM's V1 model runner: tells the controller what the runner does, and nothing else.
-
-Nothing of ours may raise here: an exception would end the engine for everybody. A fault of ours is recorded against the
-requests concerned, which the scheduler then ends.
-"""
+"""The adapter for vLLM's V1 model runner."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
-import torch
-from vllm.config import VllmConfig
-from vllm.forward_context import set_forward_context
-from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention, MLAAttention
-from vllm.model_executor.models.utils import PPMissingLayer
-from vllm.v1.attention.backend import AttentionType
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from steergate_server.graph import ops
-from steergate_server.registry.spool import Spool, SpoolError
-from steergate_server.runtime.blocks import find_decoder_stack
-from steergate_server.runtime.config import SPOOL_ENVIRONMENT, EngineConfig, engine_config
-from steergate_server.runtime.controller import Controller, Evidence
-from steergate_server.runtime.geometry import StepGeometry
-from steergate_server.runtime.plan import decode_plan
-from steergate_server.runtime.sites import attach_sites
-from steergate_server.schema.errors import SteeringError
-from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, STEP_ATTRIBUTE, StepResult, failure, plan_bytes
-
-logger = init_logger(__name__)
+from steergate_server.vllm_plugin.adapter import RunnerAdapter
 
 
-REHEARSAL_ROWS = 4
-"""Rows of the forward in which a model's blocks are tried out."""
-
-
-def is_attention(module: torch.nn.Module) -> bool:
-    """Whether a module is an attention layer of a decoder: it attends to the rows before, and keeps them."""
-    return isinstance(module, Attention | MLAAttention) and getattr(module, "attn_type", None) in (
-        None,
-        AttentionType.DECODER,
-    )
-
-
-def language_model(model: torch.nn.Module) -> torch.nn.Module:
-    """The part of a model that writes text: all of it, unless it sees or hears as well."""
-    find: Any = getattr(model, "get_language_model", None)
-    inner = model if find is None else find()
-    assert isinstance(inner, torch.nn.Module)
-    return inner
-
-
-def run_once(model: torch.nn.Module, vllm_config: VllmConfig, device: torch.device) -> None:
-    """One forward of a few rows, within a forward context of that many."""
-    positions = torch.arange(REHEARSAL_ROWS, device=device)
-    if vllm_config.model_config.uses_mrope:
-        positions = positions.expand(3, -1)
-    ids = torch.zeros(REHEARSAL_ROWS, dtype=torch.int32, device=device)
-    with torch.no_grad():
-        model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
-
-
-def build_controller(
-    model: torch.nn.Module,
-    stack: torch.nn.ModuleList,
-    config: EngineConfig,
-    vllm_config: VllmConfig,
-    max_rows: int,
-    device: torch.device,
-) -> Controller:
-    """Place the ops in the blocks of a freshly loaded model and allocate everything that steering needs."""
-    # No attention metadata: nothing is read from KV or written to it. Not compiled: the ops are yet to be traced.
-    with set_forward_context(None, vllm_config, num_tokens=REHEARSAL_ROWS, skip_compiled=True):
-        sites = attach_sites(
-            stack,
-            config.hooks,
-            vllm_config.model_config.get_hidden_size(),
-            is_attention,
-            lambda module: isinstance(module, PPMissingLayer),
-            ops.steer,
-            lambda: run_once(model, vllm_config, device),
-        )
-    spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
-    controller = Controller(
-        config,
-        sites,
-        spool,
-        dtype=vllm_config.model_config.dtype,
-        device=device,
-        max_rows=max_rows,
-        max_requests=vllm_config.scheduler_config.max_num_seqs,
-    )
-    logger.info(
-        "SteerGate: %d sites (%s), mode %s%s, payload pool %.1f MiB, %d slots, %d gate lanes",
-        len(sites),
-        ", ".join(config.hooks),
-        config.graph_mode,
-        f" ({config.graph_reason})" if config.graph_reason else "",
-        controller.book.pool_capacity / 2**20,
-        controller.book.slots.count,
-        controller.lanes.look.shape[1],
-    )
-    return controller
-
-
-class SteeringRunnerMixin:
+class SteeringRunnerMixin(RunnerAdapter):
     """Mixed into the class of a V1 model runner after it was built (see worker.py)."""
-
-    steering: Controller
-    steering_layers: int
-    _steering_failures: dict[str, dict[str, Any]]
-    _steering_evidence: dict[str, list[Evidence]]
-    _steering_told: int
-
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load the model, then place the ops: before warm-up, so that they are traced and profiled."""
-        super().load_model(*args, **kwargs)  # type: ignore[misc]
-        config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
-        assert config is not None
-        self._steering_failures, self._steering_evidence = {}, {}
-        # Bytes of the pools in use, as the scheduler last heard. At first it has heard nothing.
-        self._steering_told = -1
-        runner: Any = self
-        model = runner.get_model()
-        stack = find_decoder_stack(language_model(model), is_attention)
-        self.steering_layers = len(stack)
-        self.steering = build_controller(model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
-        ops.bind(self.steering)
 
     def _update_states(self, scheduler_output: Any) -> Any:
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
-        # Ends come before starts: an id, a number and a slot may be taken again in the same step. A preempted request
-        # keeps what it holds, and resumes with its history.
-        for request_id in scheduler_output.finished_req_ids:
-            self._guard(request_id, self.steering.finish, request_id)
-        for new in scheduler_output.scheduled_new_reqs:
-            encoded = plan_bytes(new.sampling_params)
-            if encoded is not None:
-                self._guard(new.req_id, self._admit, new, encoded)
-        for request_id, history in getattr(scheduler_output, HISTORY_ATTRIBUTE, {}).items():
-            self._guard(request_id, self.steering.resume, request_id, history)
+        self.steering_requests(scheduler_output)
         return result
-
-    def _admit(self, new: Any, encoded: bytes) -> None:
-        self.steering.add(new.req_id, decode_plan(encoded), new.prompt_token_ids, self.max_model_len)  # type: ignore[attr-defined]
-
-    def _guard(self, request_id: str, action: Any, *args: Any) -> None:
-        """Run a piece of ours; a fault becomes the failure of one request."""
-        try:
-            action(*args)
-        except SteeringError as error:
-            self._fail(request_id, error)
-        except SpoolError as error:
-            self._fail(request_id, SteeringError("algorithm_failed", str(error)))
-        except Exception:
-            logger.exception("SteerGate: request %s could not be steered", request_id)
-            self._fail(
-                request_id,
-                SteeringError(
-                    "algorithm_failed", "The steering of this request failed to install. The server's log says why."
-                ),
-            )
-
-    def _fail(self, request_id: str, error: SteeringError) -> None:
-        self._steering_failures[request_id] = failure(error)
 
     def _prepare_inputs(self, scheduler_output: Any, num_scheduled_tokens: Any) -> Any:
         result = super()._prepare_inputs(scheduler_output, num_scheduled_tokens)  # type: ignore[misc]
         batch = self.input_batch  # type: ignore[attr-defined]
         count = batch.num_reqs
-        try:
-            geometry = StepGeometry(
-                list(batch.req_ids[:count]),
-                num_scheduled_tokens.astype("int64"),
-                batch.num_computed_tokens_cpu[:count].astype("int64"),
-                {name: len(drafts) for name, drafts in scheduler_output.scheduled_spec_decode_tokens.items()},
-            )
-            self.steering.begin_step(geometry)
-        except Exception:
-            self._abandon("The steering of a step could not be laid out. The server's log says why.")
+        self.steering_layout(
+            list(batch.req_ids[:count]),
+            num_scheduled_tokens,
+            batch.num_computed_tokens_cpu[:count],
+            {name: len(drafts) for name, drafts in scheduler_output.scheduled_spec_decode_tokens.items()},
+        )
         return result
 
     def _model_forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Called once for each real forward, never for dummy, profile or capture runs: state advances here alone.
+        # Called once for each real forward, never for dummy, profile or capture runs.
         ops.bind(self.steering)
-        try:
-            self.steering.see_tokens(self.input_ids.gpu)  # type: ignore[attr-defined]
-        except Exception:
-            self._abandon("The steering of a step could not be laid out. The server's log says why.")
+        self.steering_tokens(self.input_ids.gpu)  # type: ignore[attr-defined]
         output = super()._model_forward(*args, **kwargs)  # type: ignore[misc]
-        try:
-            self._steering_evidence = self.steering.end_step()
-            for request_id, message in self.steering.take_fallen().items():
-                self._fail(request_id, SteeringError("algorithm_failed", message))
-        except Exception:
-            self._abandon("The steering of a step failed. The server's log says why.")
+        self.steering_forward_over()
         return output
-
-    def _abandon(self, message: str) -> None:
-        logger.exception("SteerGate: %s", message)
-        for request_id in self.steering.abandon_step():
-            self._fail(request_id, SteeringError("algorithm_failed", message))
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Sample, then let the step's result ride on the output."""
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        book = self.steering.book
-        result = StepResult(self._steering_failures, self._steering_evidence, book.capacity, book.pool_used)
-        self._steering_failures, self._steering_evidence = {}, {}
-        # The scheduler holds everything but the first steered request back until it has heard of the capacity.
-        if result.failures or result.evidence or result.pool_used != self._steering_told:
-            self._steering_told = result.pool_used
-            carrier = output._model_runner_output if isinstance(output, AsyncModelRunnerOutput) else output
-            assert isinstance(carrier, ModelRunnerOutput)
-            setattr(carrier, STEP_ATTRIBUTE, result)
+        carrier = output._model_runner_output if isinstance(output, AsyncModelRunnerOutput) else output
+        assert isinstance(carrier, ModelRunnerOutput)
+        self.steering_result(carrier)
         return output

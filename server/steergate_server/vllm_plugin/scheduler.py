@@ -159,16 +159,21 @@ class SteeringSchedulerMixin:
         self._tentative, self._holding_back = [], False
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         self._steering_step += 1
+        resumed = set(output.scheduled_cached_reqs.resumed_req_ids)
         for new in output.scheduled_new_reqs:
-            if new.req_id in self._steered:
-                self._steered[new.req_id].started = self._steering_step
+            steered = self._steered.get(new.req_id)
+            if steered is not None and steered.started is None:
+                steered.started = self._steering_step
+            elif steered is not None:
+                # The V2 runner gets a request that resumes as a new one.
+                resumed.add(new.req_id)
         for request_id in self._tentative:
             # Asked for, but not started: for lack of KV cache, say.
             if request_id not in output.num_scheduled_tokens:
                 self._ledger.release(request_id)
         history = {
             request_id: steered.book.history(steered.request.num_tokens - 1)
-            for request_id in output.scheduled_cached_reqs.resumed_req_ids
+            for request_id in resumed
             if (steered := self._steered.get(request_id)) is not None and steered.book is not None
         }
         if history:

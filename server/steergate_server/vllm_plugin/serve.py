@@ -169,8 +169,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     spool = tempfile.mkdtemp(prefix=f"{_SPOOL_PREFIX}{os.getpid()}-")
     os.environ[SPOOL_ENVIRONMENT] = spool
     os.environ["VLLM_PLUGINS"] = ",".join(_plugins())
-    # vLLM prefers its V2 runner on CUDA, which steering does not reach yet.
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     try:
         _hand_over(rest)
     finally:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from steergate_server.algorithms.extensions import load_extensions
-from steergate_server.vllm_plugin.compat import check_config, check_vllm
+from steergate_server.vllm_plugin.compat import check_config, check_v2_runner, check_vllm
 from steergate_server.vllm_plugin.runner import SteeringRunnerMixin
+from steergate_server.vllm_plugin.runner_v2 import SteeringRunnerV2Mixin
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as _Worker
@@ -26,9 +28,10 @@ class SteeringWorker(_Worker):
         check_config(self.vllm_config)
         load_extensions()
         runner = self.model_runner
-        runner.__class__ = type(
-            f"Steering{type(runner).__name__}", (SteeringRunnerMixin, type(runner)), {"__module__": __name__}
-        )
+        mixin = SteeringRunnerMixin if isinstance(runner, GPUModelRunner) else SteeringRunnerV2Mixin
+        if mixin is SteeringRunnerV2Mixin:
+            check_v2_runner(type(runner))
+        runner.__class__ = type(f"Steering{type(runner).__name__}", (mixin, type(runner)), {"__module__": __name__})
 
     def steergate_status(self) -> dict[str, Any]:
         """What steering holds on this worker, as plain numbers."""

@@ -351,6 +351,15 @@ def test_nothing_is_steered_between_steps(spool, ones, mode):
     control.steer(hidden, None, 1)
     assert not hidden.any()
     assert forward(control, [("b", 0, 4)]) == [0] * 4
+
+
+def test_a_step_that_cannot_be_laid_out_names_its_requests(spool, ones):
+    control = controller(spool, "in_graph")
+    control.add("a", plan_of(simple(ones)), [1, 2, 3], 9)
+    with pytest.raises(Exception, match=r"shape|size"):
+        control.begin_step(geometry([("b", 0, 1), ("a", 0, 10**4)]))
+    assert control.abandon_step() == ["a"]
+    assert forward(control, [("a", 0, 3)]) == [1, 1, 1]
     assert forward(control, [("b", 4, 1), ("a", 3, 1)], rows=5) == [0, 1, 0, 0, 0]
     control.finish("a")
     assert_nothing_is_left(control)
