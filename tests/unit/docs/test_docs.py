@@ -307,6 +307,8 @@ def test_the_flags_of_the_server() -> None:
         default = ",".join(action.default) if isinstance(action.default, tuple) else action.default
         if action.dest == "max_steering_slots":
             default = "4 x max_num_seqs"
+        if action.dest == "steering_default":
+            default = "none"
         is_switch = default is None or isinstance(default, bool) or default == 16 * 2**20
         expected.append([", ".join(action.option_strings), str(spelled[default] if is_switch else default)])
     rows = table(DOCS / "server.md", "<!-- flags of steergate-serve: checked against the code -->")
@@ -322,6 +324,8 @@ def test_the_routes_of_the_server() -> None:
     assert {route.partition(" ")[2] for route, key, _ in rows if key == "steering"} == {
         "/v1/steering/vectors/register",
         "/v1/steering/vectors/unregister",
+        "/v1/steering/default",
+        "/v1/steering/status",
     }
 
 

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from steergate_server.runtime.admission import Admitted
 from steergate_server.runtime.books import MAX_ROWS, RequestBook, RowLog, logged_rows
 from steergate_server.runtime.controller import Evidence
 from steergate_server.runtime.plan import Plan, PlannedGate
 from steergate_server.runtime.report import choice_report
+from steergate_server.runtime.sources import param_writer
 from steergate_server.schema.decode import encode
 
 ALWAYS = PlannedGate(when="always", at="answer", scope="this_token", apply="observe")
@@ -48,13 +50,19 @@ def test_rows_come_with_a_snapshot_that_may_be_the_last() -> None:
     assert set(RequestBook(Plan(gates=(ALWAYS,), report="summary")).snapshot()) == {"gates"}
 
 
+def admitted(plan: Plan) -> Admitted:
+    """What admission makes of a plan."""
+    return Admitted(plan, "", (), (None,) * len(plan.vectors), param_writer(False))
+
+
 def report(plan: Plan, output: int, text: Any = str) -> Any:
     """The report of a prompt of ten tokens, 100 and so on, and of an answer of `output` tokens, 500 and so on."""
     book = RequestBook(plan)
     for row in range(9, 9 + output):
         book.accept(evidence(row))
     prompt = list(range(100, 110))
-    return choice_report(plan, 0, prompt, [500 + n for n in range(output)], book.snapshot() if plan.gates else {}, text)
+    told = book.snapshot() if plan.gates else {}
+    return choice_report(admitted(plan), 0, prompt, [500 + n for n in range(output)], told, text)
 
 
 def test_scores_and_tokens_by_row() -> None:
@@ -89,7 +97,7 @@ def test_scores_beyond_json_stay_numbers() -> None:
     book = RequestBook(plan)
     for row, score in ((10, math.inf), (11, -math.inf)):
         book.accept(Evidence(row, [True], [score], [score > 0], [0.0]))
-    told = choice_report(plan, 0, list(range(10)), [1, 2, 3], book.snapshot(), str)
+    told = choice_report(admitted(plan), 0, list(range(10)), [1, 2, 3], book.snapshot(), str)
     largest = float(np.finfo(np.float32).max)
     assert [score for _, score in told.gates[0].scores or ()] == [largest, -largest]
     assert told.gates[0].max_score == largest

@@ -142,7 +142,7 @@ def test_other_content_has_another_identity():
         plan(first, vector(scale=2.0)),
         plan(vector(scale=2.0), first),
         Plan(groups=(VectorGroup(vectors=(first,), conflict="priority"),)),
-        Plan(groups=(VectorGroup(vectors=(first,), locked=True),)),
+        Plan(locked=(VectorGroup(vectors=(first,)),)),
         Plan(groups=(VectorGroup(vectors=(first,)), VectorGroup(vectors=(first,)))),
         plan(first, gates=(GATE,)),
         plan(first, gates=(replace(GATE, strength=2.0),)),

@@ -333,8 +333,8 @@ def test_a_controller_steers_alike_with_either_op(tmp_path, seed):
         for mine, theirs in zip(one.values, other.values, strict=True):
             assert torch.allclose(mine.float(), theirs.float(), rtol=allowed, atol=40 * allowed)
         assert one.evidence.keys() == other.evidence.keys() == set(plans)
-        for name, seen in one.evidence.items():
-            also = other.evidence[name]
+        for name, rows in one.evidence.items():
+            (seen,), (also,) = rows, other.evidence[name]
             assert (seen.position, seen.looked, seen.fired) == (also.position, also.looked, also.fired)
             assert np.allclose(seen.scores, also.scores, rtol=1e-2, atol=100 * allowed, equal_nan=True)
         assert one.fallen == other.fallen
