@@ -42,6 +42,14 @@ def test_the_log_keeps_the_last_rows(count: int) -> None:
         np.testing.assert_array_equal(weights, np.float32(expected.weights[:2]))
 
 
+def test_the_log_does_not_grow() -> None:
+    log = RowLog(2)
+    for row in range(5 * MAX_ROWS):
+        log.add(evidence(row))
+    held = [len(values) for values in (log._positions, log._scores, log._weights)]
+    assert held[1] == held[2] == 2 * held[0] < 2 * 2 * MAX_ROWS
+
+
 def test_rows_come_with_a_snapshot_that_may_be_the_last() -> None:
     book = RequestBook(Plan(gates=(ALWAYS, PROBE), report="scores"))
     book.accept(evidence(9))
