@@ -19,12 +19,13 @@ _SIGNATURES = {
     GPUModelRunner._prepare_inputs: ["self", "scheduler_output", "num_scheduled_tokens"],
     GPUModelRunner.sample_tokens: ["self", "grammar_output"],
     GPUModelRunner._model_forward: ["self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"],
+    GPUModelRunner._set_active_loras: ["self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests"],
     Scheduler.add_request: ["self", "request"],
     Scheduler.update_from_output: ["self", "scheduler_output", "model_runner_output"],
     Scheduler.finish_requests: ["self", "request_ids", "finished_status"],
     AsyncLLM.generate: ["self", "prompt", "sampling_params", "request_id"],
 }
-"""Leading parameters of every vLLM function that we override or wrap."""
+"""Leading parameters of every vLLM function that we override, wrap or call by its private name."""
 
 
 class IncompatibleVllmError(RuntimeError):

@@ -126,6 +126,9 @@ class SteeringRunnerMixin:
         model = runner.get_model()
         stack = find_decoder_stack(language_model(model), is_attention)
         self.steering_layers = len(stack)
+        if runner.vllm_config.lora_config is not None:
+            # The trial's rows belong to no adapter; LoRA's layers cannot run before they are told.
+            runner._set_active_loras((0,), (0,) * REHEARSAL_ROWS, set())
         self.steering = build_controller(model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
         ops.bind(self.steering)
 
