@@ -178,6 +178,11 @@ def test_compiled(name: str, tmp_path: Path) -> None:
     run_and_check(build(tmp_path / name, name), ARCHITECTURES[name])
 
 
+def test_layers_that_may_carry_adapters(tmp_path: Path) -> None:
+    """LoRA puts layers of its own in the place of others; they cannot run before they are told of adapters."""
+    run_and_check(build(tmp_path / "llama", "llama"), ARCHITECTURES["llama"], enforce_eager=True, enable_lora=True)
+
+
 def test_a_model_that_sees(tmp_path: Path) -> None:
     """The language model is numbered, not one of the two longer stacks before it."""
     path = build_blip2(tmp_path / "blip2")

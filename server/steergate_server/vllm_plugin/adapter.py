@@ -131,8 +131,12 @@ class RunnerAdapter:
         model = runner.get_model()
         stack = find_decoder_stack(language_model(model), is_attention)
         self.steering_layers = len(stack)
+        self.steering_trial()
         self.steering = build_controller(model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
         ops.bind(self.steering)
+
+    def steering_trial(self) -> None:
+        """The model's blocks are about to be tried out, with a few rows."""
 
     # Requests -------------------------------------------------------------------------------------------------------
 

@@ -22,12 +22,13 @@ _SIGNATURES = {
     GPUModelRunner._prepare_inputs: ["self", "scheduler_output", "num_scheduled_tokens"],
     GPUModelRunner.sample_tokens: ["self", "grammar_output"],
     GPUModelRunner._model_forward: ["self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"],
+    GPUModelRunner._set_active_loras: ["self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests"],
     Scheduler.add_request: ["self", "request"],
     Scheduler.update_from_output: ["self", "scheduler_output", "model_runner_output"],
     Scheduler.finish_requests: ["self", "request_ids", "finished_status"],
     AsyncLLM.generate: ["self", "prompt", "sampling_params", "request_id"],
 }
-"""Leading parameters of every vLLM function that we override or wrap."""
+"""Leading parameters of every vLLM function that we override, wrap or call by its private name."""
 
 
 class IncompatibleVllmError(RuntimeError):
@@ -113,6 +114,8 @@ def check_config(config: VllmConfig) -> None:
         and bool(config.scheduler_config.async_scheduling),
         # Its batches do not say which of their rows are drafts.
         "speculative decoding on the V2 model runner": speculation is not None and config.use_v2_model_runner,
+        # Its LoRA layers cannot be told of a forward before its own.
+        "LoRA on the V2 model runner": config.lora_config is not None and config.use_v2_model_runner,
         "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
         "a model that does not generate": config.model_config.runner_type != "generate",
         # Only the V2 runner runs these. They compute a position many times, so no firing belongs to it.

@@ -7,11 +7,16 @@ from typing import Any
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from steergate_server.graph import ops
-from steergate_server.vllm_plugin.adapter import RunnerAdapter
+from steergate_server.vllm_plugin.adapter import REHEARSAL_ROWS, RunnerAdapter
 
 
 class SteeringRunnerMixin(RunnerAdapter):
     """Mixed into the class of a V1 model runner after it was built (see worker.py)."""
+
+    def steering_trial(self) -> None:
+        """Tell LoRA's layers that the trial's rows belong to no adapter: they cannot run before they are told."""
+        if self.vllm_config.lora_config is not None:  # type: ignore[attr-defined]
+            self._set_active_loras((0,), (0,) * REHEARSAL_ROWS, set())  # type: ignore[attr-defined]
 
     def _update_states(self, scheduler_output: Any) -> Any:
         result = super()._update_states(scheduler_output)  # type: ignore[misc]
