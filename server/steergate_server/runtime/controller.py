@@ -23,6 +23,7 @@ from steergate_server.runtime.geometry import StepGeometry
 from steergate_server.runtime.history import History, replay
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector
+from steergate_server.runtime.reach import StepReach
 from steergate_server.runtime.rows import RowSlots
 from steergate_server.runtime.selection import PHASES, is_phase_only, select
 from steergate_server.runtime.sites import Site
@@ -108,6 +109,7 @@ class Controller:
         self._no_rank: NDArray[np.int64] = np.zeros(len(self.sites), dtype=np.int64)
         self._fault: Exception | None = None
         self._spread: list[_Spread] = []
+        self._reach: StepReach | None = None
         self._step_rank = self._no_rank
         self._high_water = 0
         self._end_step()
@@ -283,6 +285,7 @@ class Controller:
         self.lanes.slot[:rows] = torch.from_numpy(slots)
         self.lanes.weight[:rows, 0] = 1.0
         self._rows, self._geometry, self._numbers = rows, geometry, numbers
+        self._reach = None
         self._open_sites(numbers)
         if self.lanes.look.shape[1]:
             self._lay_gates(request, phase, first, rows)
@@ -361,16 +364,19 @@ class Controller:
 
     def _change(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
         lanes, used = self.lanes, self._used_lanes
-        slots = lanes.slot[: self._rows, :used].long()
-        touched = self.book.touches[site][slots]
-        active = touched.any(dim=1).nonzero(as_tuple=True)[0]
-        slots = slots[active]
+        if self._reach is None:
+            rows = slice(0, self._rows)
+            self._reach = StepReach(self.book.touches, lanes.slot[rows, :used].long(), lanes.position[rows])
+        active, slots, touched, positions = self._reach.at(site)
+        if not len(slots):
+            return
         value = complete(hidden, residual, active) if self._step_needs_value[site] else None
-        change = self.book.change(site, slots[:, 0], value, lanes.position[active], int(self._step_rank[site]))
+        change = self.book.change(site, slots[:, 0], value, positions, int(self._step_rank[site]))
         weight = lanes.weight[active, :used]
         if self._attenuated:
-            weight[:, 0] = kept_share(active, lanes, self.gates, used)
-            change = change * weight[:, :1]
+            share = kept_share(active, lanes, self.gates, used).unsqueeze(1)
+            weight = torch.cat((share, weight[:, 1:]), dim=1)  # not in place: it may be a view of the lanes
+            change = change * share
         for lane in range(1, used):
             change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
         changed = (hidden[active].float() + change).to(hidden.dtype)
@@ -378,7 +384,7 @@ class Controller:
             changed = self._refuse_overflow(hidden[active], changed, slots)
         hidden[active] = changed
         if self.trace is not None:
-            self.trace.record(self.sites[site], active, slots, touched[active], weight)
+            self.trace.record(self.sites[site], torch.arange(self._rows)[active], slots, touched, weight)
 
     @staticmethod
     def _in_range(rows: torch.Tensor) -> torch.Tensor:
@@ -457,6 +463,7 @@ class Controller:
         """Between steps every site is the identity: dummy, profile and warm-up runs must see no steering."""
         self._rows = 0
         self._fault = None
+        self._reach = None
         self._spread = []
         self._used_lanes = 1
         self._attenuated = False
