@@ -50,7 +50,7 @@ def score_gates(
     lanes.fired[row, gate] = fired
 
 
-def complete(hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+def complete(hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice) -> torch.Tensor:
     """Complete rows [n, width] in float32: the sum, where a model hands the stream on in two parts."""
     value = hidden[rows].float()
     return value if residual is None else value + residual[rows].float()
@@ -121,7 +121,7 @@ def router_change(
     return route(logits, rows) - logits
 
 
-def kept_share(rows: torch.Tensor, lanes: Lanes, gates: GateTable, used_lanes: int) -> torch.Tensor:
+def kept_share(rows: torch.Tensor | slice, lanes: Lanes, gates: GateTable, used_lanes: int) -> torch.Tensor:
     """The share of the static change that attenuating gates leave, [n] float32, for some rows of the step [n]."""
     damp = gates.damp[lanes.request[rows].long()][:, : used_lanes - 1]
     return torch.prod(1.0 - damp * lanes.weight[rows, 1:used_lanes], dim=1)

@@ -24,6 +24,7 @@ from steergate_server.runtime.history import History, replay
 from steergate_server.runtime.live import LiveRequests
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import Plan
+from steergate_server.runtime.reach import StepReach
 from steergate_server.runtime.sites import Site
 from steergate_server.runtime.slots import SlotBook
 from steergate_server.runtime.trace import Trace
@@ -93,6 +94,7 @@ class Controller:
         self._no_rank: NDArray[np.int64] = np.zeros(len(self.sites), dtype=np.int64)
         self._fault: Exception | None = None
         self._spread: list[_Spread] = []
+        self._reach: StepReach | None = None
         self._step_rank = self._no_rank
         self._high_water = 0
         self._end_step()
@@ -184,6 +186,7 @@ class Controller:
         self.lanes.request[:rows] = torch.from_numpy(request)
         self.lanes.position[:rows] = torch.from_numpy(position)
         self.lanes.weight[:rows, 0] = 1.0
+        self._reach = None
         self._open_sites(numbers)
         if self._device_op is not None:
             self._device_op.open(rows)
@@ -301,19 +304,22 @@ class Controller:
 
     def _change(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
         lanes, used = self.lanes, self._used_lanes
-        slots = lanes.slot[: self._rows, :used].long()
-        if self._locked:
-            slots = torch.cat((slots, lanes.locked[: self._rows].long().unsqueeze(1)), dim=1)
-        touched = self.book.touches[site][slots]
-        active = touched.any(dim=1).nonzero(as_tuple=True)[0]
-        slots = slots[active]
+        if self._reach is None:
+            slots = lanes.slot[: self._rows, :used].long()
+            if self._locked:
+                slots = torch.cat((slots, lanes.locked[: self._rows].long().unsqueeze(1)), dim=1)
+            self._reach = StepReach(self.book.touches, slots, lanes.position[: self._rows])
+        active, slots, touched, positions = self._reach.at(site)
+        if not len(slots):
+            return
         value = complete(hidden, residual, active) if self._step_needs_value[site] else None
-        positions, rank = lanes.position[active], int(self._step_rank[site])
+        rank = int(self._step_rank[site])
         change = self.book.change(site, slots[:, 0], value, positions, rank)
         weight = lanes.weight[active, :used]
         if self._attenuated:
-            weight[:, 0] = kept_share(active, lanes, self.gates, used)
-            change = change * weight[:, :1]
+            share = kept_share(active, lanes, self.gates, used).unsqueeze(1)
+            weight = torch.cat((share, weight[:, 1:]), dim=1)  # not in place: it may be a view of the lanes
+            change = change * share
         for lane in range(1, used) if self.book.takes_vectors(site) else ():
             change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
         if self._locked:
@@ -325,16 +331,16 @@ class Controller:
             changed = self._refuse_overflow(hidden[active], changed, active)
         hidden[active] = changed
         if self.trace is not None:
-            self.trace.record(self.sites[site], active, slots, touched[active], weight)
+            self.trace.record(self.sites[site], torch.arange(self._rows)[active], slots, touched, weight)
 
-    def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
         """Leave values [n, width] that would leave the range as they were; fail the requests of those rows [n].
 
         Not only for their own sake: the keys and values of such a row would stay behind in freed KV blocks, where an
         attention that multiplies them by zero makes a neighbour's answer NaN, too.
         """
         spoiled = ~in_range(changed) & in_range(before)
-        for number in set(self.lanes.request[rows[spoiled]].tolist()):
+        for number in set(self.lanes.request[rows][spoiled].tolist()):
             self._spoiled[number] = _OUT_OF_RANGE
         return torch.where(spoiled.unsqueeze(1), before, changed)
 
@@ -397,6 +403,7 @@ class Controller:
         if self._device_op is not None:
             self._device_op.open(0)
         self._fault = None
+        self._reach = None
         self._spread = []
         self._used_lanes = 1
         self._attenuated = self._locked = False
