@@ -272,13 +272,6 @@ MODEL = [
         "steering[0].apply",
         [{**GATE, "apply": {"kind": "attenuate", "keep": 0.5}}],
     ),
-    Case(
-        "conversation",
-        "not_implemented",
-        "steering[0].scope",
-        [gate(ALWAYS, "rest_of_conversation", {"kind": "add", "steer": name("happy")})],
-        {"conversation_id": "a"},
-    ),
     Case("scores", "not_implemented", "steering.report", {"report": "scores"}),
     Case(
         "report-of-two-choices",
