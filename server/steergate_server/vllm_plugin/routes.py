@@ -121,7 +121,7 @@ class Routes:
     async def show_default(self, request: Request) -> DefaultAnswer:  # noqa: ARG002 - one shape for all handlers
         """`GET /v1/steering/default`."""
         default = self._admission.default
-        return DefaultAnswer(default=None if default is None else default.definition)
+        return DefaultAnswer(default=None if default is None else default.told(self._admission.names))
 
     async def put_default(self, request: Request) -> DefaultAnswer:
         """`PUT /v1/steering/default`."""
