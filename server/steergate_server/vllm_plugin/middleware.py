@@ -34,8 +34,8 @@ CARRYING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions"})
 """The POST routes that carry steering."""
 
 GENERATING_ROUTES = CARRYING_ROUTES | {
-    "/v1/responses", "/v1/messages", "/invocations", "/inference/v1/generate", "/generative_scoring",
-    "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/v1/responses", "/v1/messages", "/invocations", "/inference/v1/generate", "/generative_scoring", "/v1/systemone",
+    "/v1/chat/completions/batch", "/v1/audio/transcriptions", "/v1/audio/translations", "/cohere/v2/chat",
 }  # fmt: skip
 """The POST routes that generate: those that cannot carry steering are refused while a server default is in force."""
 
@@ -92,10 +92,12 @@ class SteeringMiddleware:
         if b'name="steering"' in body and _content_type(scope).startswith(b"multipart/"):
             raise _not_here(path)
         envelope = open_envelope(body)
+        default = self._state.admission.default if self._state.admission is not None else None
         if envelope is None:
+            if default is not None and path in GENERATING_ROUTES - CARRYING_ROUTES:
+                raise _not_here(path, inherited=True)
             return None, body
         asked = envelope.steering is not None or envelope.conversation_id is not None
-        default = self._state.admission.default if self._state.admission is not None else None
         if not asked and (default is None or path not in GENERATING_ROUTES):
             return None, body
         if path not in CARRYING_ROUTES:
