@@ -188,7 +188,9 @@ class MiddlewareState:
         """Who is asking: the API key, where the server has one; without it all clients are one."""
         if not self.server_key:
             return ""
-        return next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), "")
+        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"), "")
+        # The scheme's spelling is free, so it tells nobody apart.
+        return given.partition(" ")[2]
 
 
 def conversation_key(principal: str, conversation_id: str) -> str:
