@@ -175,7 +175,7 @@ class Routes:
             return [error]
         if steering is False:
             try:
-                self._admission.admit_opt_out(None)
+                self._admission.admit_opt_out(None, param=None)
             except SteeringError as error:
                 return [error]
             return []
