@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,7 +17,8 @@ import torch
 from reference.interpreter import generate
 from reference.models import load_hf, random_direction, tiny_llama
 from reference.results import Result
-from support.server import PROMPT, Api, Server, steergate_serve
+from reference.wire import ALWAYS, gate, inline, static
+from support.server import PROMPT, Answer, Api, Server, steergate_serve
 
 STEERING_KEY = "steering-key"
 HIDDEN = 64
@@ -25,6 +28,8 @@ NAMED: dict[str, dict[str, Any]] = {
     "probe": {"topic": {"packed": random_direction(3, HIDDEN, [1])}},
 }
 """What is registered on the main server, as the reference takes it."""
+
+LATCHED_BY_FILE = random_direction(42, HIDDEN, [2], norm=5.0)
 
 
 @pytest.fixture(scope="session")
@@ -96,18 +101,77 @@ def restricted(guarded: tuple[Server, Server]) -> Server:
     return guarded[1]
 
 
+FILE_DEFAULT: dict[str, Any] = {
+    "vectors": [static(random_direction(41, HIDDEN, [1, 3], norm=3.0), {"answer": "all"})],
+    "gates": [gate(ALWAYS, "rest_of_conversation", {"kind": "add", "steer": inline(LATCHED_BY_FILE), "strength": 0.5})],
+    "client_gates": "allow",
+}
+"""The server default of `shared`, from a file."""
+
+
+@pytest.fixture(scope="session")
+def shared(model: Path, folder: Path) -> Iterator[Server]:
+    """A server with two server keys, so two principals, and a server default from a file."""
+    file = folder / "default.json"
+    file.write_text(json.dumps(FILE_DEFAULT))
+    flags = ["--api-key", "key-a", "key-b", "--steering-api-key", STEERING_KEY, "--steering-default", str(file)]
+    with steergate_serve(model, folder / "shared.log", flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def file_default() -> dict[str, Any]:
+    """The server default of `shared`, as its file has it."""
+    return FILE_DEFAULT
+
+
+_conversations = itertools.count()
+
+
+@pytest.fixture
+def conversation() -> str:
+    """The id of a conversation of this test's own."""
+    return f"conversation-{next(_conversations)}"
+
+
+@pytest.fixture
+def put_default(api: Api, key: str) -> Iterator[Callable[[Any], Answer]]:
+    """`put_default(definition)` on the main server, for the length of one test."""
+
+    def put(definition: Any) -> Answer:
+        answer = api.put_default(definition, key)
+        assert answer.status == 200, answer.body
+        return answer
+
+    yield put
+    api.clear_default(key)
+
+
 Reference = Callable[..., Result]
 
 
 @pytest.fixture(scope="session")
 def reference(model: Path) -> Reference:
-    """`reference(steering, prompt=PROMPT, max_tokens=12)`: what the interpreter answers."""
+    """`reference(steering, prompt=PROMPT, max_tokens=12, **around)`: what the interpreter answers, each thing once.
+
+    around: what else acts, by the interpreter's own words (`bridged`, `default`, `locked`).
+    """
     torch.set_num_threads(1)
-    return functools.partial(_run, load_hf(model))
+    return functools.partial(_run, load_hf(model), {})
 
 
-def _run(network: Any, steering: Any, prompt: list[int] = PROMPT, max_tokens: int = 12) -> Result:
-    return generate(network, prompt, steering, vectors=NAMED, max_tokens=max_tokens)
+def _run(
+    network: Any,
+    known: dict[str, Result],
+    steering: Any,
+    prompt: list[int] = PROMPT,
+    max_tokens: int = 12,
+    **around: Any,
+) -> Result:
+    key = json.dumps([steering, prompt, max_tokens, around], sort_keys=True)
+    if key not in known:
+        known[key] = generate(network, prompt, steering, vectors=NAMED, max_tokens=max_tokens, **around)
+    return known[key]
 
 
 @pytest.fixture(scope="session")

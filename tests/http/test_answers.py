@@ -14,6 +14,7 @@ from reference.wire import ALWAYS, ALWAYS_IN_ANSWER, EVERYWHERE, OBSERVE, Json, 
 from steergate_server.registry.numbers import payload_digest
 from steergate_server.schema.decode import decode, encode
 from steergate_server.schema.requests import InlineVec
+from support.checks import assert_equals
 from support.server import PROMPT, ROUTES, Answer, Api
 
 HIDDEN = 64
@@ -70,15 +71,6 @@ STEERED: dict[str, Any] = {
         ],
     },
 }
-
-
-def assert_equals(answer: Answer, expected: Result, choice: int = 0) -> None:
-    """Same tokens, text, and logprobs within 1e-4."""
-    assert answer.status == 200, answer.body
-    given = answer.choices[choice]
-    assert given.tokens == expected.tokens
-    assert given.text.split() == [f"t{token}" for token in expected.tokens if token < 253]
-    assert given.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 def with_report(steering: Any) -> Json:

@@ -81,9 +81,9 @@ def let_in(keyed: Server) -> Iterator[Api]:
 def test_every_steering_route_needs_the_server_key(locked_out: Api, headers: dict[str, str]) -> None:
     paths = locked_out.http.get("/openapi.json").json()["paths"]
     ours = [(path, method) for path, methods in paths.items() for method in methods if path.startswith("/v1/steering")]
-    assert len(ours) >= 5
+    assert len(ours) >= 11
     for path, method in ours:
-        filled = path.format(kind="steer", name="guarded")
+        filled = path.format(kind="steer", name="guarded", id="guarded")
         response = locked_out.http.request(method, filled, headers=headers, json=BODY if method == "post" else None)
         assert response.status_code == 401, (method, path)
         assert "x-steering-applied" not in response.headers
@@ -133,6 +133,14 @@ def test_without_a_steering_key_nothing_changes(narrow: Api, path: str) -> None:
         assert (answer.status, answer.error["code"]) == (403, "steering_key_required")
         assert answer.error["type"] == "permission_error"
     assert narrow.http.get("/v1/steering/vectors").json() == []
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "default"), ("DELETE", "default"), ("GET", "status")])
+def test_without_a_steering_key_there_is_no_default(narrow: Api, method: str, path: str) -> None:
+    for given in ({}, {"X-Steering-API-Key": "any"}, {"Authorization": "Bearer any"}):
+        answer = narrow.send(f"/v1/steering/{path}", {}, given, method)
+        assert (answer.status, answer.error["code"]) == (403, "steering_key_required")
+    assert narrow.http.get("/v1/steering/default").json() == {"default": None}
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -272,13 +272,6 @@ MODEL = [
         "steering[0].apply",
         [{**GATE, "apply": {"kind": "attenuate", "keep": 0.5}}],
     ),
-    Case(
-        "conversation",
-        "not_implemented",
-        "steering[0].scope",
-        [gate(ALWAYS, "rest_of_conversation", {"kind": "add", "steer": name("happy")})],
-        {"conversation_id": "a"},
-    ),
     Case("beam-search", "steering_not_supported_here", "use_beam_search", vector(), {"use_beam_search": True, "n": 2}),
     Case("gates-beside-steering", "unknown_field", "gates", None, {"gates": [GATE]}, says="inside of `steering`"),
     Case("vectors-alone", "unknown_field", "vectors", None, {"vectors": []}, says="inside of `steering`"),

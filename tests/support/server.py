@@ -263,11 +263,11 @@ class Api:
         """Send a generate request (see `request_body`) and read its answer to the end."""
         return self.send(EVERY_ROUTE[route], request_body(route, prompt, **members))
 
-    def send(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
-        """POST a body, given as JSON values or as bytes, and read the answer to the end."""
+    def send(self, path: str, body: Any, headers: Mapping[str, str] | None = None, method: str = "POST") -> Answer:
+        """Send a body, given as JSON values or as bytes, and read the answer to the end."""
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        response = self.http.post(
-            path, content=content, headers={"content-type": "application/json", **(headers or {})}
+        response = self.http.request(
+            method, path, content=content, headers={"content-type": "application/json", **(headers or {})}
         )
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             events = _events(response.text)
@@ -287,6 +287,26 @@ class Api:
         """Unregister a name."""
         body = {"name": name, "kind": kind}
         return self.send("/v1/steering/vectors/unregister", body, {"X-Steering-API-Key": key})
+
+    def put_default(self, definition: Any, key: str) -> Answer:
+        """Put a server default in force."""
+        return self.send("/v1/steering/default", definition, {"X-Steering-API-Key": key}, "PUT")
+
+    def clear_default(self, key: str) -> None:
+        """Take the server default out of force."""
+        response = self.http.delete("/v1/steering/default", headers={"X-Steering-API-Key": key})
+        assert response.json() == {"default": None}, response.text
+
+    def forget(self, conversation: str) -> httpx.Response:
+        """Forget what a conversation latched."""
+        return self.http.delete(f"/v1/steering/conversations/{conversation}")
+
+    def status(self, key: str) -> dict[str, Any]:
+        """What steering holds."""
+        response = self.http.get("/v1/steering/status", headers={"X-Steering-API-Key": key})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
 
     def metric(self, name: str) -> float:
         """The value of one of vLLM's metrics, over all its labels."""

@@ -25,7 +25,7 @@ from ._generated.rules_payload import check_payload
 from ._generated.version import CONTRACT_VERSION
 from ._messages import Answer, Call, Keys, Reply
 from ._sources import AnyPayload
-from .body import APPLIED_HEADER, Plan, assert_applied, header, prepare
+from .body import APPLIED_HEADER, Plan, assert_applied, default_request, header, prepare
 from .builders import Steering
 from .errors import (
     APIStatusError,
@@ -211,10 +211,10 @@ def put_default_call(plan: Plan, client_gates: str, locked: bool) -> Call:
         InvalidSteering: The plan breaks a rule.
         TypeError: It is nothing that could be a default.
     """
-    prepared = prepare(plan, msgspec.UNSET)
-    if prepared.request is None:
+    request = None if plan is None or plan is False else default_request(plan)
+    if request is None:
         raise TypeError("a default steers; give a Steering, a gate or a list of gates, or use `client.default.clear()`")
-    definition = msgspec.to_builtins(prepared.request)
+    definition = msgspec.to_builtins(request)
     return restore_default_call({**definition, "client_gates": client_gates, "locked": locked})
 
 

@@ -63,12 +63,30 @@ def prepare(
     if plan is None or plan is False:
         return Prepared(b"false" if plan is False else None, None)
     as_list = not isinstance(plan, Steering | SteeringRequest)
-    # What a Steering holds was checked when it was built, and may be large.
-    request = plan.request if isinstance(plan, Steering) else _decoded(_sent(plan))
+    request = _request_of(plan)
     if request is None or request == SteeringRequest():
         return Prepared(None, None)
     raise_first(request_problems(request, algorithms, conversation_id), "steering", as_list=as_list)
     return Prepared(msgspec.json.encode(request.gates if as_list else request), request, as_list)
+
+
+def default_request(plan: Plan) -> SteeringRequest | None:
+    """Check a plan as a server default and return what it says; None for nothing.
+
+    Raises:
+        InvalidSteering: With `param` from the root of the route's body.
+        TypeError: It is no plan, or a gate that is not finished.
+    """
+    request = _request_of(plan)
+    if request is not None:
+        # The server keeps the numbers of its default, so they last as long as a conversation may.
+        raise_first((found for found in request_problems(request) if found.code != "inline_conversation_steer"), "")
+    return request
+
+
+def _request_of(plan: Plan) -> SteeringRequest | None:
+    # What a Steering holds was checked when it was built, and may be large.
+    return plan.request if isinstance(plan, Steering) else _decoded(_sent(plan))
 
 
 def _sent(plan: Any) -> Any:

@@ -5,7 +5,7 @@ Everything that can be known before a token is generated is decided here: first 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from msgspec.structs import replace
@@ -116,10 +116,13 @@ class Admission:
             plan, fingerprint(plan), tuple(held), (*(None,) * inherited, *numbers), where, use, tuple(overridden), asked
         )
 
-    def admit_opt_out(self, conversation: Conversation | None) -> Admitted | None:
-        """`steering: false`. None where the request is simply plain; raises SteeringError (`default_locked`)."""
+    def admit_opt_out(self, conversation: Conversation | None, *, param: str | None = "steering") -> Admitted | None:
+        """`steering: false`. None where the request is simply plain; raises SteeringError (`default_locked`).
+
+        param: the request's own place.
+        """
         if self.default is not None and self.default.locked:
-            raise _locked("steering")
+            raise _locked(param)
         if conversation is None:
             return None
         plan = Plan(conversation=replace(conversation, opted_out=True))
@@ -134,15 +137,21 @@ class Admission:
         request = request or _NOTHING
         broken = check(request, ALGORITHM_CAPABILITIES)
         errors = [SteeringError(problem.code, problem.message, where(problem.path)) for problem in broken]
-        errors += self._resolver.problems(request, where, {_member(problem.path) for problem in broken})
-        if errors:
-            return errors
+        default = self.default
         try:
-            admitted = self.admit(request, as_list=as_list, conversation_id="", prefix="")
+            default = self._inherited(request, where)
         except SteeringError as error:
-            return [error]
-        self.release(admitted.digests)
-        return []
+            errors.append(error)
+        found, vectors, gates = self._resolver.problems(request, where, {_member(problem.path) for problem in broken})
+        errors += found
+        # Vectors that are not known to be in order may be what a gate attenuates.
+        reached = None
+        if len(vectors) == len(request.vectors):
+            inherited = [vector for group in _unlocked(default) for vector in group.vectors]
+            reached = [*inherited, *(vector for vector in vectors.values() if vector.scale != 0.0)]
+        if self.config.gates:
+            errors += self._gate_problems(len(request.gates), gates, reached, default, where)
+        return errors
 
     def _inherited(self, request: SteeringRequest, where: ParamWriter) -> InstalledDefault | None:
         if self.default is None or request.inherit_default:
@@ -160,35 +169,57 @@ class Admission:
         where: ParamWriter,
     ) -> tuple[Plan, list[PlannedGate]]:
         """The plan of a request's own vectors and gates on top of the default, and the gates that are not run."""
+        reached = [*(vector for group in _unlocked(default) for vector in group.vectors), *vectors]
+        for error in self._gate_problems(len(gates), dict(enumerate(gates)), reached, default, where):
+            raise error
         own = (VectorGroup(vectors=tuple(vectors), conflict=request.conflict),) if vectors else ()
-        overridden: list[PlannedGate] = []
         if default is None:
-            plan = Plan(groups=own, gates=tuple(gates))
-        else:
-            kept, overridden = _precedence(default, gates, where)
-            plan = Plan(
-                groups=own if default.locked else (*default.groups, *own),
-                locked=default.groups if default.locked else (),
-                gates=(*default.gates, *kept),
-                operator_gates=len(default.gates),
-                operator_locked=default.locked,
-            )
-        self._check_gates(plan, where)
-        return plan, overridden
+            return Plan(groups=own, gates=tuple(gates)), []
+        ignored = bool(default.gates) and default.client_gates == "ignore"
+        plan = Plan(
+            groups=(*_unlocked(default), *own),
+            locked=default.groups if default.locked else (),
+            gates=(*default.gates, *(() if ignored else gates)),
+            operator_gates=len(default.gates),
+            operator_locked=default.locked,
+        )
+        return plan, gates if ignored else []
 
-    def _check_gates(self, plan: Plan, where: ParamWriter) -> None:
-        taken, limit = plan.operator_gates, self.config.max_gates
-        own = plan.gates[taken:]
-        if len(own) > limit - taken:
+    def _gate_problems(
+        self,
+        count: int,
+        gates: Mapping[int, PlannedGate],
+        reached: Sequence[PlannedVector] | None,
+        default: InstalledDefault | None,
+        where: ParamWriter,
+    ) -> Iterator[SteeringError]:
+        """What is wrong with a client's gates as a whole, and with what they attenuate.
+
+        count: how many there are; gates: those that are in order, by index; reached: what they can attenuate, None
+        where that is not known.
+        """
+        if default is not None and default.gates and count:
+            if default.client_gates == "reject":
+                yield SteeringError(
+                    "gates_overridden",
+                    "This server runs gates of its own and takes none from clients. Leave `gates` out.",
+                    where(("gates",)),
+                )
+            if default.client_gates != "allow":
+                return
+        taken, limit = len(default.gates) if default is not None else 0, self.config.max_gates
+        if count > limit - taken:
             theirs = f", of which the server default takes {taken}" if taken else ""
-            raise SteeringError(
+            yield SteeringError(
                 "too_many_gates",
-                f"{len(own)} gates were given; this server runs at most {limit} for a request{theirs}.",
+                f"{count} gates were given; this server runs at most {limit} for a request{theirs}.",
                 where(("gates",)),
             )
-        for index, gate in enumerate(own):
-            if gate.apply == "attenuate" and not any(reaches(gate, vector) for vector in plan.vectors):
-                raise SteeringError(
+        if reached is None:
+            return
+        for index, gate in gates.items():
+            if gate.apply == "attenuate" and not any(reaches(gate, vector) for vector in reached):
+                yield SteeringError(
                     "nothing_to_attenuate",
                     "There is no static steering, the request's own or inherited, that this gate could reach. Add "
                     "vectors, or drop the gate.",
@@ -279,19 +310,9 @@ class Admission:
             self.release(previous.digests)
 
 
-def _precedence(
-    default: InstalledDefault, gates: list[PlannedGate], where: ParamWriter
-) -> tuple[list[PlannedGate], list[PlannedGate]]:
-    """Which of a client's gates run beside the default's, and which do not."""
-    if not default.gates or not gates or default.client_gates == "allow":
-        return gates, []
-    if default.client_gates == "ignore":
-        return [], gates
-    raise SteeringError(
-        "gates_overridden",
-        "This server runs gates of its own and takes none from clients. Leave `gates` out.",
-        where(("gates",)),
-    )
+def _unlocked(default: InstalledDefault | None) -> tuple[VectorGroup, ...]:
+    """The static groups of a default that come before a request's own."""
+    return () if default is None or default.locked else default.groups
 
 
 def _member(path: Path) -> tuple[str, int]:
@@ -307,7 +328,7 @@ def _for_this_request(gate: PlannedGate) -> PlannedGate:
     return replace(gate, scope="rest_of_request") if gate.scope == CONVERSATION_SCOPE else gate
 
 
-def _locked(param: str) -> SteeringError:
+def _locked(param: str | None) -> SteeringError:
     return SteeringError(
         "default_locked", "This server's default steering is locked, so it cannot be turned off. Leave this out.", param
     )

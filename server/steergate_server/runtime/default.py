@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from msgspec.structs import replace
 
 from steergate_server.capabilities import ALGORITHM_CAPABILITIES
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.numbers import canonical
-from steergate_server.runtime.plan import PlannedGate, VectorGroup
+from steergate_server.runtime.plan import PlannedGate, PlannedVector, VectorGroup
 from steergate_server.runtime.resolve import Resolver
 from steergate_server.schema.errors import SteeringError, format_path
 from steergate_server.schema.registry import DefaultAddApply, DefaultProbeWhen, DigestVec, ServerDefault
-from steergate_server.schema.requests import InlinePayload, InlineVec
+from steergate_server.schema.requests import InlinePayload, InlineVec, NamedVec
 from steergate_server.schema.rules import check
+from steergate_server.schema.words import VectorKind
+
+Source: TypeAlias = NamedVec | InlineVec | InlinePayload | DigestVec
+
+SourcePlace: TypeAlias = tuple[Literal["vectors", "when", "apply"], int]
+"""Where a source stands: a vector, or the `when` or `apply` of a gate, by index."""
 
 
 class InstalledDefault(NamedTuple):
-    """A default in force: as GET tells it, and resolved. Its `digests` are held as long as it is."""
+    """A default in force: as it was put, with digests in place of inline numbers, and resolved.
+
+    Its `digests` are held as long as it is; `sources`: the digest that each source was resolved to.
+    """
 
     definition: ServerDefault
     groups: tuple[VectorGroup, ...]
     gates: tuple[PlannedGate, ...]
     digests: tuple[str, ...]
+    sources: Mapping[SourcePlace, str]
+
+    def told(self, names: NameIndex) -> ServerDefault:
+        """As GET tells it, for PUT to take: a name that does not lead to its numbers any more gives way to their
+        digest."""
+
+        def current(source: Source | None, kind: VectorKind, place: SourcePlace) -> Any:
+            if not isinstance(source, NamedVec) or place not in self.sources:
+                return source
+            entry = names.find(source.name, kind)
+            if entry is not None and entry.digest == self.sources[place]:
+                return source
+            return DigestVec(digest=self.sources[place], layers=source.layers, hook=source.hook)
+
+        return _map_sources(self.definition, current)
 
     @property
     def client_gates(self) -> str:
@@ -49,14 +74,30 @@ def install(body: ServerDefault, resolver: Resolver, names: NameIndex, max_gates
         )
     held: list[str] = []
     try:
-        vectors, _ = resolver.vectors(body, format_path, held)
+        vectors, numbers = resolver.vectors(body, format_path, held)
         gates = resolver.gates(body, format_path, held)
     except BaseException:
         for digest in held:
             names.release(digest)
         raise
     groups = (VectorGroup(vectors=tuple(vectors), conflict=body.conflict),) if vectors else ()
-    return InstalledDefault(_by_digest(body), groups, tuple(gates), tuple(held))
+    digests = _digests(body, dict(zip(numbers, vectors, strict=True)), gates, names)
+    return InstalledDefault(_map_sources(body, _by_digest), groups, tuple(gates), tuple(held), digests)
+
+
+def _digests(
+    body: ServerDefault, vectors: Mapping[int, PlannedVector], gates: Sequence[PlannedGate], names: NameIndex
+) -> dict[SourcePlace, str]:
+    """What each source was resolved to. A vector of scale 0 is not planned, so its name is looked up again."""
+    found: dict[SourcePlace, str | None] = {}
+    for index, spec in enumerate(body.vectors):
+        if index in vectors:
+            found["vectors", index] = vectors[index].digest
+        elif isinstance(spec.steer, NamedVec) and (entry := names.find(spec.steer.name, "steer")) is not None:
+            found["vectors", index] = entry.digest
+    for index, gate in enumerate(gates):
+        found |= {("when", index): gate.probe_digest, ("apply", index): gate.steer_digest}
+    return {place: digest for place, digest in found.items() if digest is not None}
 
 
 def _refuse_request_members(body: ServerDefault) -> None:
@@ -69,27 +110,24 @@ def _refuse_request_members(body: ServerDefault) -> None:
         raise SteeringError("unknown_field", "Each request asks for its own report. Leave `report` out.", "report")
 
 
-def _by_digest(body: ServerDefault) -> ServerDefault:
-    """The default with digests in place of inline numbers, so that what GET answers can be PUT again."""
-    return replace(
-        body,
-        vectors=[replace(spec, steer=_digest_of(spec.steer)) for spec in body.vectors],
-        gates=[
-            replace(
-                gate,
-                when=replace(gate.when, probe=_digest_of(gate.when.probe))
-                if isinstance(gate.when, DefaultProbeWhen)
-                else gate.when,
-                apply=replace(gate.apply, steer=_digest_of(gate.apply.steer))
-                if isinstance(gate.apply, DefaultAddApply)
-                else gate.apply,
-            )
-            for gate in body.gates
-        ],
-    )
+def _map_sources(body: ServerDefault, change: Callable[[Source | None, VectorKind, SourcePlace], Any]) -> ServerDefault:
+    """The default with each of its sources changed. change: takes one, the namespace of its name, and its place."""
+    gates = []
+    for index, gate in enumerate(body.gates):
+        when, apply = gate.when, gate.apply
+        if isinstance(when, DefaultProbeWhen):
+            when = replace(when, probe=change(when.probe, "probe", ("when", index)))
+        if isinstance(apply, DefaultAddApply):
+            apply = replace(apply, steer=change(apply.steer, "steer", ("apply", index)))
+        gates.append(replace(gate, when=when, apply=apply))
+    vectors = [
+        replace(spec, steer=change(spec.steer, "steer", ("vectors", index))) for index, spec in enumerate(body.vectors)
+    ]
+    return replace(body, vectors=vectors, gates=gates)
 
 
-def _digest_of(source: Any) -> Any:
+def _by_digest(source: Source | None, kind: VectorKind, place: SourcePlace) -> Any:  # noqa: ARG001 - as for every change
+    """A digest in place of inline numbers."""
     if isinstance(source, InlineVec):
         return DigestVec(digest=canonical(source).digest)
     if isinstance(source, InlinePayload):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
-from functools import partial
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Literal
 
@@ -71,38 +71,48 @@ class Resolver:
 
     def problems(
         self, request: SteeringRequest, where: ParamWriter, skip: Container[tuple[str, int]]
-    ) -> list[SteeringError]:
-        """What is wrong with each vector and gate by itself, the first thing of each; nothing is held.
+    ) -> tuple[list[SteeringError], dict[int, PlannedVector], dict[int, PlannedGate]]:
+        """What is wrong with each vector, and with each probe and addition of a gate; the rest, planned, by index.
 
-        skip: members, as (`vectors` or `gates`, index), that break the rules already.
+        skip: members, as (`vectors` or `gates`, index), that break the rules already. Nothing is held.
         """
         held: list[str] = []
         found: list[SteeringError] = []
-        parts: list[tuple[tuple[str, int], Callable[[], object]]] = [
-            (("vectors", index), partial(self._vector, spec, ("vectors", index), where, held))
-            for index, spec in enumerate(request.vectors)
-        ]
-        parts += [
-            (("gates", index), partial(self._gate, gate, ("gates", index), where, held))
-            for index, gate in enumerate(request.gates)
-        ]
-        for place, resolve in parts:
-            try:
-                if place not in skip:
-                    resolve()
-            except SteeringError as error:
-                found.append(error)
+        vectors: dict[int, PlannedVector] = {}
+        gates: dict[int, PlannedGate] = {}
+        for index, spec in enumerate(request.vectors):
+            if ("vectors", index) not in skip:
+                with _collected(found):
+                    vectors[index] = self._vector(spec, ("vectors", index), where, held)
+        if request.conflict == "error" and len(vectors) == len(request.vectors):
+            with _collected(found):
+                kept = {index: vector for index, vector in vectors.items() if vector.scale != 0.0}
+                _refuse_overlaps(list(kept.values()), list(kept), where)
+        with _collected(found):
+            self._check_gates_on(request, where)
+        for index, gate in enumerate(request.gates):
+            if ("gates", index) in skip:
+                continue
+            known, planned, path = len(found), _bare_gate(gate), ("gates", index)
+            for step in (self._with_when, self._with_apply):
+                with _collected(found):
+                    planned = step(planned, gate, path, where, held)
+            if len(found) == known:
+                gates[index] = planned
         for digest in held:
             self._names.release(digest)
-        return found
+        return found, vectors, gates
 
     def gates(self, request: SteeringRequest, where: ParamWriter, held: list[str]) -> list[PlannedGate]:
         """A request's gates."""
+        self._check_gates_on(request, where)
+        return [self._gate(gate, ("gates", index), where, held) for index, gate in enumerate(request.gates)]
+
+    def _check_gates_on(self, request: SteeringRequest, where: ParamWriter) -> None:
         if request.gates and not self.config.gates:
             raise SteeringError(
                 "gates_unavailable", "Gates are switched off on this server. Leave `gates` out.", where(("gates",))
             )
-        return [self._gate(gate, ("gates", index), where, held) for index, gate in enumerate(request.gates)]
 
     # Vectors ----------------------------------------------------------------------------------------------------
 
@@ -219,16 +229,22 @@ class Resolver:
                 f"{SPECULATIVE_GATES} Use scope `this_token`.",
                 where((*path, "scope")),
             )
-        planned = PlannedGate(
-            when="always", at=gate.when.at, scope=gate.scope, apply=_apply_name(gate.apply), label=gate.label
-        )
-        if isinstance(gate.when, ProbeWhen):
-            planned = self._with_probe(planned, gate.when, (*path, "when", "probe"), where, held)
+        planned = self._with_when(_bare_gate(gate), gate, path, where, held)
+        return self._with_apply(planned, gate, path, where, held)
+
+    def _with_when(
+        self, planned: PlannedGate, gate: SteeringGate, path: Path, where: ParamWriter, held: list[str]
+    ) -> PlannedGate:
+        if not isinstance(gate.when, ProbeWhen):
+            return planned
+        return self._with_probe(planned, gate.when, (*path, "when", "probe"), where, held)
+
+    def _with_apply(
+        self, planned: PlannedGate, gate: SteeringGate, path: Path, where: ParamWriter, held: list[str]
+    ) -> PlannedGate:
         if isinstance(gate.apply, AddApply):
-            planned = self._with_steer(planned, gate.apply, (*path, "apply", "steer"), where, held)
-        elif isinstance(gate.apply, AttenuateApply):
-            planned = replace(planned, keep=gate.apply.keep)
-        return planned
+            return self._with_steer(planned, gate.apply, (*path, "apply", "steer"), where, held)
+        return replace(planned, keep=gate.apply.keep) if isinstance(gate.apply, AttenuateApply) else planned
 
     def _with_probe(
         self, planned: PlannedGate, when: ProbeWhen, path: Path, where: ParamWriter, held: list[str]
@@ -274,6 +290,22 @@ class Resolver:
                     where(path),
                 )
         return replace(planned, steer_digest=source.outline.digest, steer_sites=source.sites, strength=apply.strength)
+
+
+@contextmanager
+def _collected(found: list[SteeringError]) -> Iterator[None]:
+    """Puts a refusal on a list."""
+    try:
+        yield
+    except SteeringError as error:
+        found.append(error)
+
+
+def _bare_gate(gate: SteeringGate) -> PlannedGate:
+    """A gate without its numbers."""
+    return PlannedGate(
+        when="always", at=gate.when.at, scope=gate.scope, apply=_apply_name(gate.apply), label=gate.label
+    )
 
 
 def _check_kind(

@@ -31,7 +31,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 GENERATING_ROUTES = frozenset(CARRYING_ROUTES) | {
-    "/inference/v1/generate", "/generative_scoring", "/v1/audio/transcriptions", "/v1/audio/translations",
+    "/inference/v1/generate", "/generative_scoring", "/v1/systemone", "/cohere/v2/chat", "/v1/audio/transcriptions",
+    "/v1/audio/translations",
 }  # fmt: skip
 """The POST routes that generate: those that cannot carry steering are refused while a server default is in force."""
 

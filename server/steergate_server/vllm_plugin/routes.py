@@ -122,7 +122,7 @@ class Routes:
     async def show_default(self, request: Request) -> DefaultAnswer:  # noqa: ARG002 - one shape for all handlers
         """`GET /v1/steering/default`."""
         default = self._admission.default
-        return DefaultAnswer(default=None if default is None else default.definition)
+        return DefaultAnswer(default=None if default is None else default.told(self._admission.names))
 
     async def put_default(self, request: Request) -> DefaultAnswer:
         """`PUT /v1/steering/default`."""
@@ -176,7 +176,7 @@ class Routes:
             return [error]
         if steering is False:
             try:
-                self._admission.admit_opt_out(None)
+                self._admission.admit_opt_out(None, param=None)
             except SteeringError as error:
                 return [error]
             return []

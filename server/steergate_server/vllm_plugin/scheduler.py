@@ -353,6 +353,8 @@ class SteeringSchedulerMixin:
         if finished_status is RequestStatus.FINISHED_ABORTED and request_ids is not None:
             names = [request_ids] if isinstance(request_ids, str) else list(request_ids)
             request_ids = [name for name in names if not self._conversations.take_message(name)]
+            if len(request_ids) < len(names):
+                self._tell_status()  # an engine at rest has no step that would
         ended: list[Request] = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
         for request in ended:
             self._drop(request.request_id)
