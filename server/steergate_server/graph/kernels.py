@@ -6,6 +6,8 @@ steering at earlier ones; then the static change applies, times its attenuation;
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from steergate_server.algorithms.base import BaseSteerVectorAlgorithm
@@ -16,36 +18,74 @@ from steergate_server.graph.tables import RouterTables, SiteTables
 _FLOAT_MAX = torch.finfo(torch.float32).max
 
 
+class Looks(NamedTuple):
+    """Every (row, gate) [n] that looks at one site in a step, and what there is to know of each.
+
+    `row`, `gate`, `probe` (entry of the probe pool) int64; `threshold` float64, `sharpness` float32; `soft`, `lasting`,
+    `below`, `cosine`, `forced` bool; `weight` float32: that of the lane before the site. `cosines`: whether any of them
+    is a cosine.
+    """
+
+    row: torch.Tensor
+    gate: torch.Tensor
+    probe: torch.Tensor
+    threshold: torch.Tensor
+    sharpness: torch.Tensor
+    soft: torch.Tensor
+    lasting: torch.Tensor
+    below: torch.Tensor
+    cosine: torch.Tensor
+    forced: torch.Tensor
+    weight: torch.Tensor
+    cosines: bool
+
+
+def looks_by_site(rows: int, lanes: Lanes, gates: GateTable) -> dict[int, Looks]:
+    """Who looks where in a step of so many rows, gathered once for all sites: a look at each would cost more."""
+    request = lanes.request[:rows].long()
+    site = gates.site[request]
+    row, gate = (lanes.look[:rows] & (site >= 0)).nonzero(as_tuple=True)
+    at = site[row, gate]
+    found = {}
+    for number in set(at.tolist()):
+        here = at == number
+        mine, lane = row[here], gate[here]
+        owner = request[mine]
+        mode = gates.mode[owner, lane]
+        cosine = (mode & COSINE) != 0
+        found[number] = Looks(
+            row=mine,
+            gate=lane,
+            probe=gates.probe[owner, lane].long(),
+            threshold=gates.threshold[owner, lane],
+            sharpness=gates.sharpness[owner, lane],
+            soft=(mode & SOFT) != 0,
+            lasting=(mode & LASTING) != 0,
+            below=(mode & BELOW) != 0,
+            cosine=cosine,
+            forced=lanes.forced[mine, lane],
+            weight=lanes.weight[mine, lane + 1],
+            cosines=bool(cosine.any()),
+        )
+    return found
+
+
 def score_gates(
-    hidden: torch.Tensor,
-    residual: torch.Tensor | None,
-    site: int,
-    rows: int,
-    lanes: Lanes,
-    gates: GateTable,
-    probes: torch.Tensor,
+    hidden: torch.Tensor, residual: torch.Tensor | None, looks: Looks, lanes: Lanes, probes: torch.Tensor
 ) -> None:
     """Score every (row, gate) that looks at this site; write `score`, `fired` and the lanes' weights.
 
     hidden, residual: [>= rows, width]; the value probed is their sum, in float32. probes: [entries, width] float32.
     """
-    request = lanes.request[:rows].long()
-    looking = lanes.look[:rows] & (gates.site[request] == site)
-    row, gate = looking.nonzero(as_tuple=True)
-    if row.numel() == 0:
-        return
-    owner = request[row]
-    mode = gates.mode[owner, gate]
-    score = _score(complete(hidden, residual, row), probes[gates.probe[owner, gate].long()], (mode & COSINE) != 0)
+    row, gate = looks.row, looks.gate
+    score = _score(complete(hidden, residual, row), probes[looks.probe], looks)
     # Compared in float64: the threshold keeps the value that the client wrote.
-    margin = score.double() - gates.threshold[owner, gate]
-    margin = torch.where((mode & BELOW) != 0, -margin, margin).nan_to_num(nan=-float("inf"))
-    fired = (margin > 0) | lanes.forced[row, gate]
-    argument = gates.sharpness[owner, gate] * margin.clamp(-_FLOAT_MAX, _FLOAT_MAX).float()
-    weight = lanes.weight[row, gate + 1]
-    weight = torch.where((mode & SOFT) != 0, torch.sigmoid(argument), weight)
-    weight = torch.where(((mode & LASTING) != 0) & fired, torch.ones_like(weight), weight)
-    lanes.weight[row, gate + 1] = weight
+    margin = score.double() - looks.threshold
+    margin = torch.where(looks.below, -margin, margin).nan_to_num(nan=-float("inf"))
+    fired = (margin > 0) | looks.forced
+    argument = looks.sharpness * margin.clamp(-_FLOAT_MAX, _FLOAT_MAX).float()
+    weight = torch.where(looks.soft, torch.sigmoid(argument), looks.weight)
+    lanes.weight[row, gate + 1] = weight.masked_fill(looks.lasting & fired, 1.0)
     lanes.score[row, gate] = score
     lanes.fired[row, gate] = fired
 
@@ -56,16 +96,16 @@ def complete(hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Te
     return value if residual is None else value + residual[rows].float()
 
 
-def _score(value: torch.Tensor, probe: torch.Tensor, cosine: torch.Tensor) -> torch.Tensor:
-    """Dot products [n] of float32 rows [n, width]; where `cosine` [n], divided by both norms, 0 for a zero row."""
+def _score(value: torch.Tensor, probe: torch.Tensor, looks: Looks) -> torch.Tensor:
+    """Dot products [n] of float32 rows [n, width]; a cosine is divided by both norms, and 0 for a zero row."""
     dot = (value * probe).sum(dim=-1)
-    if not bool(cosine.any()):
+    if not looks.cosines:
         return dot
     # In float64: the norms of finite float32 rows neither overflow nor vanish there.
     norms = value.double().norm(dim=-1) * probe.double().norm(dim=-1)
     exact = (value.double() * probe.double()).sum(dim=-1)
     ratio = torch.where(norms > 0, exact / norms.clamp_min(1e-300), torch.zeros_like(exact)).float()
-    return torch.where(cosine, ratio, dot)
+    return torch.where(looks.cosine, ratio, dot)
 
 
 def table_change(

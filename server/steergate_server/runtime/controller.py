@@ -13,7 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from steergate_server.graph.kernels import all_in_range, complete, in_range, kept_share, score_gates
+from steergate_server.graph.kernels import (
+    Looks,
+    all_in_range,
+    complete,
+    in_range,
+    kept_share,
+    looks_by_site,
+    score_gates,
+)
 from steergate_server.graph.lanes import Lanes
 from steergate_server.graph.pools import Pool
 from steergate_server.registry.spool import Spool
@@ -95,6 +103,8 @@ class Controller:
         self._fault: Exception | None = None
         self._spread: list[_Spread] = []
         self._reach: StepReach | None = None
+        self._looks: dict[int, Looks] | None = None
+        self._gates_laid = False
         self._step_rank = self._no_rank
         self._high_water = 0
         self._end_step()
@@ -186,11 +196,13 @@ class Controller:
         self.lanes.request[:rows] = torch.from_numpy(request)
         self.lanes.position[:rows] = torch.from_numpy(position)
         self.lanes.weight[:rows, 0] = 1.0
-        self._reach = None
+        self._reach = self._looks = None
         self._open_sites(numbers)
         if self._device_op is not None:
             self._device_op.open(rows)
-        if self.lanes.look.shape[1]:
+        # Also in the step after the last gate: nothing of it may be left in the lanes.
+        if self._used_lanes > 1 or self._gates_laid:
+            self._gates_laid = self._used_lanes > 1
             self._lay_gates(request, phase, first, rows)
             if self._history:
                 self._lay_history(first, position)
@@ -284,12 +296,19 @@ class Controller:
             return
         try:
             if self._probed[site]:
-                score_gates(hidden, residual, site, self._rows, self.lanes, self.gates, self.probes.rows)
+                self._probe(hidden, residual, site)
             if self._active[site]:
                 self._change(hidden, residual, site)
         except Exception as error:
             self._fault = error
             self._visited = self._idle
+
+    def _probe(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
+        if self._looks is None:
+            self._looks = looks_by_site(self._rows, self.lanes, self.gates)
+        looks = self._looks.get(site)
+        if looks is not None:
+            score_gates(hidden, residual, looks, self.lanes, self.probes.rows)
 
     def _steer_on_device(
         self, device_op: TritonOp, hidden: torch.Tensor, residual: torch.Tensor | None, site: int
@@ -403,7 +422,7 @@ class Controller:
         if self._device_op is not None:
             self._device_op.open(0)
         self._fault = None
-        self._reach = None
+        self._reach = self._looks = None
         self._spread = []
         self._used_lanes = 1
         self._attenuated = self._locked = False

@@ -57,6 +57,7 @@ class _Steered:
         "first_block",
         "identity",
         "latching",
+        "looked_up",
         "plain",
         "plan",
         "ran",
@@ -76,6 +77,8 @@ class _Steered:
         self.plain = request._block_hasher
         self.identity = b""
         self.started: int | None = None
+        # The step in which it last looked for cached blocks: when it started, or when it resumed.
+        self.looked_up = 0
         self.client_index = request.client_index
         self.reports = turn.plan.report != "none"
         self.book = RequestBook(turn.plan) if turn.plan.gates or self.reports else None
@@ -163,7 +166,7 @@ class SteeringSchedulerMixin:
         for new in output.scheduled_new_reqs:
             steered = self._steered.get(new.req_id)
             if steered is not None and steered.started is None:
-                steered.started = self._steering_step
+                steered.started = steered.looked_up = self._steering_step
             elif steered is not None:
                 # The V2 runner gets a request that resumes as a new one.
                 resumed.add(new.req_id)
@@ -171,6 +174,8 @@ class SteeringSchedulerMixin:
             # Asked for, but not started: for lack of KV cache, say.
             if request_id not in output.num_scheduled_tokens:
                 self._ledger.release(request_id)
+        for request_id in resumed & self._steered.keys():
+            self._steered[request_id].looked_up = self._steering_step
         history = {
             request_id: steered.book.history(steered.request.num_tokens - 1)
             for request_id in resumed
@@ -321,8 +326,8 @@ class SteeringSchedulerMixin:
     def _quarantine(self) -> None:
         """See to it that nobody reads the blocks of failed requests: they may hold KV that their plans did not make.
 
-        Later requests are keyed anew, and so are those that wait. One that has the same key and started no earlier may
-        have read them already, so it fails, too.
+        Later requests are keyed anew, and so are those that wait. One that has the same key and started or resumed no
+        earlier may have read them already, so it fails, too.
         """
         since: dict[bytes, int] = {}
         for request_id in self._steering_failures:
@@ -334,7 +339,7 @@ class SteeringSchedulerMixin:
         for request_id, steered in self._steered.items():
             if steered.started is None:
                 self._identify(steered)
-            elif steered.started >= since.get(steered.identity, self._steering_step + 1):
+            elif steered.looked_up >= since.get(steered.identity, self._steering_step + 1):
                 self._steering_failures.setdefault(request_id, next(iter(self._steering_failures.values())))
 
     def _client_of(self, request_id: str) -> int | None:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from steergate_server.graph.kernels import score_gates
 from steergate_server.graph.lanes import BELOW, COSINE, LASTING, SOFT, GateTable, Lanes
 from unit.algorithms.cases import DTYPES, exact
+from unit.graph.scoring import score_gates
 
 torch.set_num_threads(1)
 

@@ -15,12 +15,13 @@ import torch
 
 from steergate_server.graph.affine import Affine, Clamp, SiteChange
 from steergate_server.graph.families import FAMILIES
-from steergate_server.graph.kernels import complete, in_range, kept_share, score_gates, table_change
+from steergate_server.graph.kernels import complete, in_range, kept_share, table_change
 from steergate_server.graph.lanes import BELOW, COSINE, LASTING, SOFT, GateTable, Lanes
 from steergate_server.graph.pools import Pool
 from steergate_server.graph.tables import SiteTables
 from unit.algorithms import oracle
 from unit.algorithms.cases import exact
+from unit.graph.scoring import score_gates
 
 CPU = torch.device("cpu")
 SITE, LOCAL, SITES = 2, 1, 4
