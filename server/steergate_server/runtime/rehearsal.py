@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ Call = dict[str, Any]
 
 Write = Callable[[torch.Tensor], object]
 """Changes rows `[rows, width]` in place."""
+
+SameEverywhere = Callable[[torch.Tensor], bool]
+"""Whether rows `[rows, width]` are the same numbers on all ranks of a split model. All ranks ask, and hear the same."""
 
 
 class Ways(NamedTuple):
@@ -69,14 +73,16 @@ def forward_parameters(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def rehearse(blocks: Sequence[Block], width: int, run: Callable[[], object]) -> list[Ways]:
+def rehearse(
+    blocks: Sequence[Block], width: int, run: Callable[[], object], same: SameEverywhere = lambda _: True
+) -> list[Ways]:
     """How each of the blocks is steered, in order. `run`: one small forward of the model, not compiled.
 
     width: of the residual stream. Raises UnrecognisedModelError with one line for a block that is not understood.
     """
     calls = _record(blocks, run)
     players = {_kind(block.module): _Player(block, call, width) for block, call in zip(blocks, calls, strict=True)}
-    known = {kind: player.learn() for kind, player in players.items() if player.attends}
+    known = {kind: player.learn(same) for kind, player in players.items() if player.attends}
     residuals = {ways.residual for ways in known.values()}
     if len(residuals) != 1:
         why = "some take a residual to add, others do not" if residuals else "none has an attention layer of its own"
@@ -190,10 +196,11 @@ class _Player:
         residual = residual if self._takes_residual else None
         return Ways(self._stream, residual, {"pre_attn": width, "post_block": width}, None, copies_mlp_input=False)
 
-    def learn(self) -> Ways:
+    def learn(self, same: SameEverywhere) -> Ways:
         """Find out everything. Raises UnrecognisedModelError where the stream itself is not understood."""
         with torch.no_grad():
-            return self._learn()
+            ways = self._learn()
+            return ways._replace(hooks=self._whole(ways.hooks, same))
 
     def _learn(self) -> Ways:
         block = self._block
@@ -217,6 +224,25 @@ class _Player:
             post_attn,
             self._mlp_input_is_shared(plain, fixed) if "mlp_in" in hooks else False,
         )
+
+    def _whole(self, hooks: dict[str, int], same: SameEverywhere) -> dict[str, int]:
+        """The hooks whose rows are complete on every rank. A part of attention's heads is all that a rank needs."""
+        places: dict[str, tuple[nn.Module | None, Literal["input", "output"]]] = {
+            "mlp_in": (self._block.mlp_first, "input"),
+            "router_logits": (self._block.router, "output"),
+            "mlp_out": (self._block.mlp_last, "output"),
+        }
+        found: dict[str, torch.Tensor] = {}
+        edits = [
+            _Edit(module, side, partial(_keep, found, hook))
+            for hook, (module, side) in places.items()
+            if hook in hooks and module is not None
+        ]
+        out = self._play([*self._fix_attention(self._attended), *edits]).output
+        if not all(same(part.float()) for part in out):  # what one rank hears all hear
+            raise UnrecognisedModelError(f"{_name(self._block)}: ranks do not hold the same residual stream")
+        incomplete = {hook for hook in places if hook in found and not same(found[hook])}
+        return {hook: width for hook, width in hooks.items() if hook not in incomplete}
 
     # What is asked ----------------------------------------------------------------------------------------------
 
@@ -382,6 +408,10 @@ class _Player:
             if name not in parameters or parameters[name].kind not in by_place
         }
         return self._block.module(*args, **kwargs)
+
+
+def _keep(found: dict[str, torch.Tensor], hook: str, rows: torch.Tensor) -> None:
+    found[hook] = rows.clone()
 
 
 def _noise_like(rows: torch.Tensor) -> torch.Tensor:

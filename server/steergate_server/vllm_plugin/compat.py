@@ -69,7 +69,11 @@ def check_config(config: VllmConfig) -> None:
         "data parallelism": parallel.data_parallel_size > 1,
         "several API server processes": parallel._api_process_count > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        # Each rank of vLLM's CPU build adds up in an order of its own; two numbers have but one sum, three may have
+        # several, and ranks that see other last bits may decide otherwise.
+        "tensor parallelism over more than two ranks": parallel.tensor_parallel_size > 2,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "several machines (--nnodes)": parallel.nnodes > 1,
         "speculative decoding": config.speculative_config is not None,
         "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
         "a model that does not generate": config.model_config.runner_type != "generate",

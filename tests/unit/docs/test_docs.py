@@ -49,6 +49,8 @@ VLLM_FLAGS = {
     "--kv-sharing-fast-prefill",
     "--port",
     "--kv-transfer-config",
+    "--nnodes",
+    "--tensor-parallel-size",
 }
 """vLLM's own flags that the pages speak of."""
 
