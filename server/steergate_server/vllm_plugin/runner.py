@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
@@ -143,7 +144,11 @@ class SteeringRunnerMixin:
         model = runner.get_model()
         stack = find_decoder_stack(language_model(model), is_attention)
         self.steering_layers = len(stack)
-        self.steering = build_controller(model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
+        # Before the first step, layers with LoRA would look adapters up by whatever lies in memory.
+        with runner.maybe_select_dummy_loras(runner.lora_config, np.array([REHEARSAL_ROWS], dtype=np.int32)):
+            self.steering = build_controller(
+                model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device
+            )
         ops.bind(self.steering)
 
     def _update_states(self, scheduler_output: Any) -> Any:
