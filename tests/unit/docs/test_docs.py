@@ -49,6 +49,7 @@ VLLM_FLAGS = {
     "--kv-sharing-fast-prefill",
     "--port",
     "--kv-transfer-config",
+    "--max-num-batched-tokens",
     "--nnodes",
     "--tensor-parallel-size",
 }
