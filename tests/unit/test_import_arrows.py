@@ -31,7 +31,7 @@ OUTSIDE = {
     "graph": {"torch", "triton"},
     "registry": {"msgspec", "numpy", "safetensors"},
     "runtime": {"msgspec", "numpy", "torch"},
-    "vllm_plugin": {"fastapi", "msgspec", "packaging", "prometheus_client", "torch", "vllm"},
+    "vllm_plugin": {"fastapi", "msgspec", "numpy", "packaging", "prometheus_client", "torch", "vllm"},
     "demo": {"httpx", "steergate"},
 }
 """Room -> packages that it may import, besides the standard library."""

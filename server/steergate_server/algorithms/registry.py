@@ -40,3 +40,8 @@ def create_algorithm(name: str, normalize: bool = False) -> BaseSteerVectorAlgor
 def registered_algorithms() -> tuple[str, ...]:
     """The names that `get_algorithm` knows, sorted."""
     return tuple(sorted(_ALGORITHMS))
+
+
+def works_on_parts(name: str, *, normalize: bool) -> bool:
+    """Whether a registered algorithm can change a part of a row without knowing the rest: pure additions can."""
+    return get_algorithm(name).graph_family == "additive" and not normalize

@@ -9,6 +9,7 @@ with changed inputs and with its parts' outputs held fixed: what changes then is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ TOLERANCE = 0.05
 
 LOUD = 64.0
 """Size of a change that must leave a trace wherever it is read at all, under the smallest weights, in 16 bits."""
+
+SameEverywhere = Callable[[torch.Tensor], bool]
+"""Whether rows `[rows, width]` are the same numbers on all ranks of a split model. All ranks ask, and hear the same."""
 
 
 class Ways(NamedTuple):
@@ -40,14 +44,16 @@ class Ways(NamedTuple):
     copies_mlp_input: bool
 
 
-def rehearse(blocks: Sequence[Block], width: int, run: Callable[[], object]) -> list[Ways]:
+def rehearse(
+    blocks: Sequence[Block], width: int, run: Callable[[], object], same: SameEverywhere = lambda _: True
+) -> list[Ways]:
     """How each of the blocks is steered, in order. `run`: one small forward of the model, not compiled.
 
     width: of the residual stream. Raises UnrecognisedModelError with one line for a block that is not understood.
     """
     calls = record(blocks, run)
     players = {_kind(block.module): _Player(block, call, width) for block, call in zip(blocks, calls, strict=True)}
-    known = {kind: player.learn() for kind, player in players.items() if player.attends}
+    known = {kind: player.learn(same) for kind, player in players.items() if player.attends}
     residuals = {ways.residual for ways in known.values()}
     if len(residuals) != 1:
         why = "some take a residual to add, others do not" if residuals else "none has an attention layer of its own"
@@ -95,10 +101,11 @@ class _Player:
             self._stage.stream, residual, {"pre_attn": width, "post_block": width}, None, copies_mlp_input=False
         )
 
-    def learn(self) -> Ways:
+    def learn(self, same: SameEverywhere) -> Ways:
         """Find out everything. Raises UnrecognisedModelError where the stream itself is not understood."""
         with torch.no_grad():
-            return self._learn()
+            ways = self._learn()
+            return ways._replace(hooks=self._whole(ways.hooks, same))
 
     def _learn(self) -> Ways:
         block = self._block
@@ -122,6 +129,25 @@ class _Player:
             post_attn,
             self._mlp_input_is_shared(plain, fixed) if "mlp_in" in hooks else False,
         )
+
+    def _whole(self, hooks: dict[str, int], same: SameEverywhere) -> dict[str, int]:
+        """The hooks whose rows are complete on every rank. A part of attention's heads is all that a rank needs."""
+        places: dict[str, tuple[nn.Module | None, Literal["input", "output"]]] = {
+            "mlp_in": (self._block.mlp_first, "input"),
+            "router_logits": (self._block.router, "output"),
+            "mlp_out": (self._block.mlp_last, "output"),
+        }
+        found: dict[str, torch.Tensor] = {}
+        edits = [
+            Edit(module, side, partial(_keep, found, hook))
+            for hook, (module, side) in places.items()
+            if hook in hooks and module is not None
+        ]
+        out = self._play([*self._fix_attention(self._attended), *edits]).output
+        if not all(same(part.float()) for part in out):  # what one rank hears all hear
+            raise UnrecognisedModelError(f"{name_of(self._block)}: ranks do not hold the same residual stream")
+        incomplete = {hook for hook in places if hook in found and not same(found[hook])}
+        return {hook: width for hook, width in hooks.items() if hook not in incomplete}
 
     # What is asked ----------------------------------------------------------------------------------------------
 
@@ -249,6 +275,10 @@ class _Player:
         return self._stage.play(
             edits, self._hidden if hidden is None else hidden, self._residual if residual is None else residual
         )
+
+
+def _keep(found: dict[str, torch.Tensor], hook: str, rows: torch.Tensor) -> None:
+    found[hook] = rows.clone()
 
 
 def _noise_like(rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Literal
 
 from msgspec.structs import replace
 
-from steergate_server.algorithms.registry import get_algorithm
+from steergate_server.algorithms.registry import get_algorithm, works_on_parts
 from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapabilities
 from steergate_server.registry.names import NameIndex
 from steergate_server.runtime.config import EngineConfig
@@ -187,13 +187,22 @@ class Resolver:
                 steer = (*path, "steer")
                 place = Place((*path, "hook"), (*path, "layers", index) if spec.layers else steer, steer)
                 self._sources.check_site(site, width, where, place)
-        for hook, _ in sites:
+        at = where((*path, "steer") if source.outline.widths else (*path, "hook"))
+        for hook, layer in sites:
             if HOOK_COMPONENTS[hook] != capability.target_component:
                 raise SteeringError(
                     "hook_not_allowed",
                     f"Algorithm `{spec.algorithm}` works on {capability.target_component}; hook `{hook}` is "
                     f"{HOOK_COMPONENTS[hook]}.",
-                    where((*path, "steer") if source.outline.widths else (*path, "hook")),
+                    at,
+                )
+            if self._facts.splits((hook, layer)) and not works_on_parts(spec.algorithm, normalize=spec.normalize):
+                raise SteeringError(
+                    "hook_not_allowed",
+                    f"This server splits the rows of `{hook}` over several ranks, so only a plain addition works "
+                    f"there, such as `attention_add`; `{spec.algorithm}` needs complete rows. Use another hook, or a "
+                    "server without tensor parallelism.",
+                    at,
                 )
         return sites
 

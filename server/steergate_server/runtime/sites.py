@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from steergate_server.runtime.blocks import Block, IsAttention, UnrecognisedModelError, parts_of
-from steergate_server.runtime.rehearsal import Ways, rehearse
+from steergate_server.runtime.rehearsal import SameEverywhere, Ways, rehearse
 from steergate_server.runtime.stage import call_of, first_tensor, forward_parameters, rows_of, summands
 from steergate_server.schema.hooks import HOOKS
 
@@ -21,12 +21,26 @@ SiteOp = Callable[[torch.Tensor, "torch.Tensor | None", int], None]
 """Steers `hidden [rows, width]` in place at a numbered site; `residual` is the other summand of the stream, if any."""
 
 
+Share = Callable[[nn.Module], "tuple[int, int] | None"]
+"""Over which ranks the rows that a module is given are split: (this rank, ranks). None: that is not known."""
+
+
 class Site(NamedTuple):
-    """One place where steering reads or writes. `layer` is the model's own 0-based block number."""
+    """One place where steering reads or writes. `layer` is the model's own 0-based block number.
+
+    `width`: elements of a complete row. `part`: where the rank's own elements start in it and end, if rows are split
+    over ranks there.
+    """
 
     layer: int
     hook: str
     width: int
+    part: tuple[int, int] | None = None
+
+    @property
+    def own_width(self) -> int:
+        """Elements of a row on this rank."""
+        return self.width if self.part is None else self.part[1] - self.part[0]
 
     def __str__(self) -> str:
         return f"{self.layer}:{self.hook}"
@@ -40,22 +54,25 @@ def attach_sites(
     is_missing: Callable[[nn.Module], bool],
     op: SiteOp,
     run: Callable[[], object],
+    share: Share = lambda _: (0, 1),
+    same: SameEverywhere = lambda _: True,
 ) -> list[Site]:
     """Place `op` at every declared hook of every block of this rank; return the sites in execution order.
 
     width: of the residual stream. The op's third argument is the site's place in the list. `run` runs one small forward
     of the model, not compiled: the blocks are tried out in it. Must come before the model is compiled: the module
-    hooks are traced into the graph. Raises UnrecognisedModelError for a block that is not understood, and for a hook
-    that no block has.
+    hooks are traced into the graph. `share` and `same` are for models that are split over ranks, each of which calls
+    this function: a hook at which ranks hold other rows is none, but for attention's heads. Raises
+    UnrecognisedModelError for a block that is not understood, and for a hook that no block has.
     """
     layers = [layer for layer, block in enumerate(stack) if not is_missing(block)]
     blocks = [parts_of(stack[layer], is_attention) for layer in layers]
-    ways = rehearse(blocks, width, run)
+    ways = rehearse(blocks, width, run, same)
     placed = [
-        (Site(layer, hook, way.hooks[hook]), block, way)
+        (site, block, way)
         for layer, block, way in zip(layers, blocks, ways, strict=True)
         for hook in sorted(hooks, key=HOOKS.index)
-        if hook in way.hooks
+        if hook in way.hooks and (site := _site(layer, hook, way.hooks[hook], block, share)) is not None
     ]
     for hook in hooks:
         if not any(site.hook == hook for site, _, _ in placed):
@@ -67,6 +84,18 @@ def attach_sites(
     for number, (site, block, way) in enumerate(placed):
         _ATTACH[site.hook](block, way, _numbered(op, number))
     return [site for site, _, _ in placed]
+
+
+def _site(layer: int, hook: str, width: int, block: Block, share: Share) -> Site | None:
+    """A site at which this rank has rows of some width; None where it is not known what rows they are a part of."""
+    if hook != "attn_heads":
+        return Site(layer, hook, width)
+    assert block.output_projection is not None
+    split = share(block.output_projection)
+    if split is None:
+        return None
+    rank, ranks = split
+    return Site(layer, hook, width * ranks, None if ranks == 1 else (rank * width, (rank + 1) * width))
 
 
 _Op = Callable[[torch.Tensor, "torch.Tensor | None"], None]

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from steergate_server.algorithms.base import BaseSteerVectorAlgorithm
-from steergate_server.algorithms.registry import create_algorithm, get_algorithm
+from steergate_server.algorithms.registry import create_algorithm, get_algorithm, works_on_parts
 from steergate_server.graph.affine import Lowered, NotLowerableError, compose
 from steergate_server.graph.kernels import router_change, table_change
 from steergate_server.graph.pools import Pool, Slots
@@ -59,7 +59,7 @@ class SlotBook:
     def _build_tables(self, config: EngineConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         groups: dict[tuple[str, int], list[int]] = {}
         for number, site in enumerate(self._sites):
-            groups.setdefault((HOOK_COMPONENTS[site.hook], site.width), []).append(number)
+            groups.setdefault((HOOK_COMPONENTS[site.hook], site.own_width), []).append(number)
         families = [family for name in config.algorithms if (family := get_algorithm(name).graph_family) is not None]
         share = config.memory_mib * 2**20 // len(groups)
         places: dict[int, tuple[SiteTables | RouterTables, int]] = {}
@@ -114,21 +114,18 @@ class SlotBook:
         in_tables: bool,
     ) -> None:
         number = key[0]
-        width = self._sites[number].width
-        payloads = [self._payloads.layer(vector, site, width) for vector in vectors]
+        whole = self._sites[number]
+        payloads = [self._payloads.layer(vector, site, whole.width) for vector in vectors]
         if not in_tables:
             self._programs[number, slot] = [
-                _prepared(vector, payload) for vector, payload in zip(vectors, payloads, strict=True)
+                _prepared(vector, payload, whole.part) for vector, payload in zip(vectors, payloads, strict=True)
             ]
             return
         tables, local = self._local[number]
         for vector in vectors:
             if get_algorithm(vector.algorithm).graph_family is None:
                 raise SteeringError("not_lowerable", f"algorithm `{vector.algorithm}` does not lower into the graph")
-        lowered = [
-            get_algorithm(vector.algorithm).graph_lower(payload, vector.scale)
-            for vector, payload in zip(vectors, payloads, strict=True)
-        ]
+        lowered = [_lowered(vector, payload, whole.part) for vector, payload in zip(vectors, payloads, strict=True)]
         if isinstance(tables, RouterTables):
             if len(lowered) > 1:
                 raise SteeringError("not_lowerable", "two router vectors at the same site have no closed form")
@@ -140,7 +137,7 @@ class SlotBook:
             for family, table, vector in zip(families, lowered, vectors, strict=True)
         ]
         try:
-            change = compose(parts, width)
+            change = compose(parts, whole.own_width)
         except NotLowerableError as error:
             raise SteeringError("not_lowerable", str(error)) from None
         tables.write(local, slot, key, change)
@@ -205,7 +202,7 @@ class SlotBook:
         tables, local = self._local[site]
         if not self.in_graph:
             if value is None:  # only gates' vectors act here
-                return torch.zeros((len(slots), self._sites[site].width), device=slots.device)
+                return torch.zeros((len(slots), self._sites[site].own_width), device=slots.device)
             return self._run_programs(site, slots, value, positions)
         if isinstance(tables, RouterTables):
             assert value is not None
@@ -243,7 +240,22 @@ class SlotBook:
         return sum(tables.pool.capacity * tables.pool.row_bytes for tables in self._tables.values())
 
 
-def _prepared(vector: PlannedVector, payload: Any) -> BaseSteerVectorAlgorithm:
+def _lowered(vector: PlannedVector, payload: Any, part: tuple[int, int] | None) -> dict[str, torch.Tensor | None]:
+    """The tables of a vector at a site, or of the part of its rows that lies on this rank."""
+    algorithm = get_algorithm(vector.algorithm)
+    if part is not None and not works_on_parts(vector.algorithm, normalize=vector.normalize):
+        raise SteeringError("hook_not_allowed", f"algorithm `{vector.algorithm}` needs complete rows")
+    tables = algorithm.graph_lower(payload, vector.scale)
+    if part is None:
+        return tables
+    return {name: None if table is None else table[slice(*part)] for name, table in tables.items()}
+
+
+def _prepared(vector: PlannedVector, payload: Any, part: tuple[int, int] | None) -> BaseSteerVectorAlgorithm:
+    if part is not None:
+        addition = create_algorithm("direct")
+        addition.set_payload(_lowered(vector, payload, part)["additive"])
+        return addition
     algorithm = create_algorithm(vector.algorithm, normalize=vector.normalize)
     algorithm.set_payload(payload, vector.scale)
     return algorithm

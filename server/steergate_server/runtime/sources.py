@@ -49,6 +49,10 @@ class ModelFacts(NamedTuple):
         """Elements per row at a site, or None where no op stands."""
         return next((known.width for known in self.sites if (known.hook, known.layer) == site), None)
 
+    def splits(self, site: SiteName) -> bool:
+        """Whether each rank holds a part of the rows at a site."""
+        return any(known.part is not None for known in self.sites if (known.hook, known.layer) == site)
+
 
 class Resolved(NamedTuple):
     """A source: what is known of its payload, and which of its sites are meant. `inline`: the numbers came along."""

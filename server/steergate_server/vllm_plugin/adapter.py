@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear
 from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.outputs import ModelRunnerOutput
@@ -30,6 +32,7 @@ from steergate_server.runtime.geometry import StepGeometry
 from steergate_server.runtime.plan import decode_plan
 from steergate_server.runtime.sites import attach_sites
 from steergate_server.schema.errors import SteeringError
+from steergate_server.vllm_plugin import ranks
 from steergate_server.vllm_plugin.carrier import HISTORY_ATTRIBUTE, STEP_ATTRIBUTE, StepResult, failure, plan_bytes
 
 logger = init_logger(__name__)
@@ -67,6 +70,16 @@ def run_once(model: torch.nn.Module, vllm_config: VllmConfig, device: torch.devi
         model(input_ids=ids, positions=positions, intermediate_tensors=None, inputs_embeds=None)
 
 
+def heads_share(projection: torch.nn.Module) -> tuple[int, int] | None:
+    """Which part of the heads an output projection is given: (this rank, ranks); None for one of an unknown make."""
+    linear = getattr(projection, "base_layer", projection)  # behind a LoRA adapter's layer
+    if ranks.count() == 1 or isinstance(linear, ReplicatedLinear):
+        return 0, 1
+    if isinstance(linear, RowParallelLinear):
+        return (linear.tp_rank, linear.tp_size) if linear.input_is_parallel else (0, 1)
+    return None
+
+
 def build_controller(
     model: torch.nn.Module,
     stack: torch.nn.ModuleList,
@@ -86,6 +99,8 @@ def build_controller(
             lambda module: isinstance(module, PPMissingLayer),
             ops.steer,
             lambda: run_once(model, vllm_config, device),
+            heads_share,
+            ranks.same,
         )
     spool = Spool(Path(os.environ[SPOOL_ENVIRONMENT]))
     controller = Controller(
@@ -117,6 +132,7 @@ class RunnerAdapter:
     steering_layers: int
     _steering_failures: dict[str, dict[str, Any]]
     _steering_evidence: dict[str, list[Evidence]]
+    _steering_plans: set[str]
     _steering_told: int
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
@@ -125,18 +141,22 @@ class RunnerAdapter:
         config = engine_config(self.vllm_config.additional_config)  # type: ignore[attr-defined]
         assert config is not None
         self._steering_failures, self._steering_evidence = {}, {}
+        self._steering_plans = set()
         # Bytes of the pools in use, as the scheduler last heard. At first it has heard nothing.
         self._steering_told = -1
         runner: Any = self
         model = runner.get_model()
         stack = find_decoder_stack(language_model(model), is_attention)
         self.steering_layers = len(stack)
-        self.steering_trial()
-        self.steering = build_controller(model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device)
+        with self.steering_trial():
+            self.steering = build_controller(
+                model, stack, config, runner.vllm_config, runner.max_num_tokens, runner.device
+            )
         ops.bind(self.steering)
 
-    def steering_trial(self) -> None:
-        """The model's blocks are about to be tried out, with a few rows."""
+    def steering_trial(self) -> AbstractContextManager[None]:
+        """What holds while the model's blocks are tried out, with a few rows."""
+        return nullcontext()
 
     # Requests -------------------------------------------------------------------------------------------------------
 
@@ -147,10 +167,12 @@ class RunnerAdapter:
         keeps what it holds, and resumes with its history.
         """
         for request_id in scheduler_output.finished_req_ids:
+            self._steering_plans.discard(request_id)
             self._guard(request_id, self.steering.finish, request_id)
         for new in scheduler_output.scheduled_new_reqs:
             encoded = plan_bytes(new.sampling_params)
             if encoded is not None and new.req_id not in resumed:
+                self._steering_plans.add(new.req_id)
                 self._guard(new.req_id, self._admit, new, encoded)
         for request_id, history in getattr(scheduler_output, HISTORY_ATTRIBUTE, {}).items():
             self._guard(request_id, self.steering.resume, request_id, history)
@@ -213,6 +235,9 @@ class RunnerAdapter:
 
     def steering_result(self, output: ModelRunnerOutput) -> None:
         """Let the step's result ride on the runner's output."""
+        # The scheduler hears one rank only. All know of the same plans, installed or not, so all ask or none does.
+        if self._steering_plans:
+            self._steering_failures = ranks.merged(self._steering_failures)
         book = self.steering.book
         result = StepResult(self._steering_failures, self._steering_evidence, book.capacity, book.pool_used)
         self._steering_failures, self._steering_evidence = {}, {}

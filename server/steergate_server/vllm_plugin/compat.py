@@ -22,7 +22,7 @@ _SIGNATURES = {
     GPUModelRunner._prepare_inputs: ["self", "scheduler_output", "num_scheduled_tokens"],
     GPUModelRunner.sample_tokens: ["self", "grammar_output"],
     GPUModelRunner._model_forward: ["self", "input_ids", "positions", "intermediate_tensors", "inputs_embeds"],
-    GPUModelRunner._set_active_loras: ["self", "prompt_lora_mapping", "token_lora_mapping", "lora_requests"],
+    GPUModelRunner.maybe_select_dummy_loras: ["self", "lora_config", "num_scheduled_tokens"],
     Scheduler.add_request: ["self", "request"],
     Scheduler.update_from_output: ["self", "scheduler_output", "model_runner_output"],
     Scheduler.finish_requests: ["self", "request_ids", "finished_status"],
@@ -107,7 +107,12 @@ def check_config(config: VllmConfig) -> None:
         "data parallelism": parallel.data_parallel_size > 1,
         "several API server processes": parallel._api_process_count > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
-        "tensor parallelism": parallel.tensor_parallel_size > 1,
+        # Each rank of vLLM's CPU build adds up in an order of its own; two numbers have but one sum, three may have
+        # several, and ranks that see other last bits may decide otherwise.
+        "tensor parallelism over more than two ranks": parallel.tensor_parallel_size > 2,
+        "tensor parallelism on the V2 model runner": parallel.tensor_parallel_size > 1 and config.use_v2_model_runner,
+        "decode context parallelism": parallel.decode_context_parallel_size > 1,
+        "several machines (--nnodes)": parallel.nnodes > 1,
         "speculative decoding other than n-gram": speculation is not None and speculation.method != "ngram",
         # The host learns only later how many drafts were accepted, and so at which positions rows are.
         "speculative decoding under asynchronous scheduling": speculation is not None

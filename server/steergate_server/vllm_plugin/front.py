@@ -51,7 +51,7 @@ class SteerGateEndpoint:
         config = engine_config(engine_client.vllm_config.additional_config)
         assert config is not None
         statuses = await engine_client.collective_rpc("steergate_status")
-        sites = tuple(Site(layer, hook, width) for layer, hook, width in statuses[0]["sites"])
+        sites = _sites_of(statuses)
         facts = ModelFacts(
             name=args.served_model_name[0] if args.served_model_name else args.model,
             layers=statuses[0]["layers"],
@@ -82,3 +82,11 @@ class SteerGateEndpoint:
         if self._state.config.default_file is not None:
             content = Path(self._state.config.default_file).read_bytes()
             self._state.admission.set_default(decode(content, ServerDefault))
+
+
+def _sites_of(statuses: list[dict[str, Any]]) -> tuple[Site, ...]:
+    """The sites as the first rank has them; every rank has the same, and perhaps another part of their rows."""
+    first, *others = ([Site(*entry) for entry in status["sites"]] for status in statuses)
+    if any([site[:3] for site in other] != [site[:3] for site in first] for other in others):
+        raise RuntimeError("the ranks found different steering sites in the model, so it cannot be steered exactly")
+    return tuple(first)

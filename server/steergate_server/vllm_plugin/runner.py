@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from steergate_server.graph import ops
@@ -13,10 +15,13 @@ from steergate_server.vllm_plugin.adapter import REHEARSAL_ROWS, RunnerAdapter
 class SteeringRunnerMixin(RunnerAdapter):
     """Mixed into the class of a V1 model runner after it was built (see worker.py)."""
 
-    def steering_trial(self) -> None:
-        """Tell LoRA's layers that the trial's rows belong to no adapter: they cannot run before they are told."""
-        if self.vllm_config.lora_config is not None:  # type: ignore[attr-defined]
-            self._set_active_loras((0,), (0,) * REHEARSAL_ROWS, set())  # type: ignore[attr-defined]
+    def steering_trial(self) -> AbstractContextManager[None]:
+        """Before the first step, layers with LoRA would look adapters up by whatever lies in memory."""
+        runner: Any = self
+        trial: AbstractContextManager[None] = runner.maybe_select_dummy_loras(
+            runner.lora_config, np.array([REHEARSAL_ROWS], dtype=np.int32)
+        )
+        return trial
 
     def _update_states(self, scheduler_output: Any) -> Any:
         result = super()._update_states(scheduler_output)  # type: ignore[misc]

@@ -48,7 +48,7 @@ class SteeringWorker(_Worker):
             "payloads_held": steering.payloads_held,
             "lanes_nonzero": steering.lanes_nonzero(),
             "layers": self.model_runner.steering_layers,
-            "sites": [[site.layer, site.hook, site.width] for site in steering.sites],
+            "sites": [list(site) for site in steering.sites],
         }
 
     def steergate_trace(self) -> list[tuple[Any, ...]]:

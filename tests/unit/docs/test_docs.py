@@ -49,6 +49,9 @@ VLLM_FLAGS = {
     "--kv-sharing-fast-prefill",
     "--port",
     "--kv-transfer-config",
+    "--max-num-batched-tokens",
+    "--nnodes",
+    "--tensor-parallel-size",
 }
 """vLLM's own flags that the pages speak of."""
 

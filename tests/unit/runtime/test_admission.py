@@ -8,6 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from steergate_server.algorithms import registry
+from steergate_server.algorithms.direct import DirectAlgorithm
+from steergate_server.algorithms.erase import EraseAlgorithm
+from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapabilities
 from steergate_server.registry.names import NameIndex
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.admission import Admission
@@ -178,3 +182,44 @@ def test_accepted_where_nothing_overlaps(admission: Admission) -> None:
     decide(admission, {"conflict": "error", "vectors": apart})
     decide(admission, {"vectors": [{**ROUTER, "layers": [1, 3]}]})
     decide(admission, {"vectors": [vector("zero")]})
+
+
+class Doubled(DirectAlgorithm):
+    """An addition of somebody else's, to attention's heads."""
+
+
+class Erased(EraseAlgorithm):
+    """What needs a complete row."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "normalize", "code"),
+    [("doubled", False, None), ("doubled", True, "hook_not_allowed"), ("erased", False, "hook_not_allowed")],
+)
+def test_rows_that_are_split_over_ranks_take_plain_additions(
+    admission: Admission, monkeypatch: pytest.MonkeyPatch, algorithm: str, normalize: bool, code: str | None
+) -> None:
+    made = {"doubled": Doubled, "erased": Erased}[algorithm]
+    able = AlgorithmCapabilities("direction", "gguf", normalize=True, target_component="attention_heads")
+    monkeypatch.setitem(registry._ALGORITHMS, algorithm, made)
+    monkeypatch.setitem(ALGORITHM_CAPABILITIES, algorithm, able)
+    config = msgspec.structs.replace(admission.config, hooks=("attn_heads",), algorithms=(algorithm,))
+    request = {
+        "vectors": [
+            {
+                "steer": {"kind": "inline", "packed": packed(layers=(1,), hook="attn_heads")},
+                "algorithm": algorithm,
+                "where": {"generation": "all"},
+                "normalize": normalize,
+            }
+        ]
+    }
+    for part in (None, (0, WIDTH // 2)):
+        facts = ModelFacts("m", 4, WIDTH, (Site(1, "attn_heads", WIDTH, part),), Capacity(9, {"attention_heads": 9}))
+        one = Admission(config, facts, admission.names)
+        if part is None or code is None:
+            decide(one, request)
+            continue
+        with pytest.raises(SteeringError) as refused:
+            decide(one, request)
+        assert (refused.value.code, refused.value.param) == (code, "steering.vectors[0].steer")
