@@ -1,6 +1,6 @@
 # SteerGate: every command a developer or a new user needs. Each sets up what it needs by itself.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test bench lint contracts docs lock clean
+.PHONY: help setup demo test test-engine test-rest bench lint contracts docs lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,9 +29,21 @@ $(STAMP):
 demo: setup
 	@$(BIN)/python -m steergate_server.demo $(ARGS)
 
-test: setup lint docs
-	$(BIN)/python tools/export_client_contracts.py --check
+# Everything; with ARGS, the tests that they name. The engines' tests take half of the time, so they run beside the rest.
+ifdef ARGS
+test: setup
 	$(BIN)/python -m pytest $(ARGS)
+else
+test: setup
+	@$(MAKE) --no-print-directory -j2 --output-sync=line test-engine test-rest
+endif
+
+test-engine: setup
+	$(BIN)/python -m pytest tests/engine tests/faults
+
+test-rest: setup lint docs
+	$(BIN)/python tools/export_client_contracts.py --check
+	$(BIN)/python -m pytest -p no:cacheprovider --ignore=tests/engine --ignore=tests/faults
 
 # What steering costs; alone on the machine. It is no test: nothing fails if it is slow.
 bench: setup
