@@ -32,7 +32,7 @@ from .vectors import VectorSet
 if TYPE_CHECKING:
     import httpx
 
-__all__ = ["Reply", "SteeringClient", "Vectors"]
+__all__ = ["Default", "Reply", "SteeringClient", "Vectors"]
 
 
 class SteeringClient:
