@@ -262,23 +262,39 @@ def stopping(reference: Any) -> list[Stopping]:
     return list(itertools.islice(stopping_cases(reference), 2))
 
 
-@pytest.mark.parametrize(("route", "stream"), COMBINATIONS)
 def test_a_firing_beyond_a_stop_string_does_not_latch(
-    api: Api, reference: Any, stopping: list[Stopping], conversation: str, route: str, stream: bool
+    api: Api, reference: Any, stopping: list[Stopping], conversation: str
 ) -> None:
-    """The engine may have run on: the API server finds stop strings. What the client was not given does not count."""
-    for number, case in enumerate(stopping):
-        for stop, length in ((case.after, case.place + 1), (case.before, case.place + 2)):
-            name = f"{conversation}-{number}-{length}"
-            steering = {"gates": [case.own], **REPORT}
-            answer = api.ask(
-                route, case.prompt, stream=stream, max_tokens=60, stop=[stop], steering=steering, conversation_id=name
-            )
-            assert answer.tokens == reference(steering, case.prompt, length).tokens
-            bridged = [case.own] if stop == case.before else []
-            (told,) = gates_of(answer)
-            assert (told["fired"] > 0, told["latched"]) == (bool(bridged), bool(bridged))
-            assert_equals(api.ask(route, conversation_id=name), reference(None, bridged=bridged))
+    """The API server finds stop strings, and the engine may have run on: what the client was not given does not count.
+
+    All at once, so that the API server has its hands full.
+    """
+    turns = [
+        (case, stop, length, route, stream)
+        for case in stopping
+        for stop, length in ((case.after, case.place + 1), (case.before, case.place + 2))
+        for route, stream in COMBINATIONS
+    ]
+    answers = [reference(with_report(case), case.prompt, length) for case, _, length, _, _ in turns]
+    later = [reference(None, bridged=[case.own] if stop == case.before else []) for case, stop, _, _, _ in turns]
+
+    def ask(number: int) -> None:
+        case, stop, _, route, stream = turns[number]
+        more = {"stream": stream, "conversation_id": f"{conversation}-{number}"}
+        answer = api.ask(route, case.prompt, max_tokens=60, stop=[stop], steering=with_report(case), **more)
+        assert answer.tokens == answers[number].tokens
+        counts = stop == case.before
+        (told,) = gates_of(answer)
+        assert (told["fired"] > 0, told["latched"]) == (counts, counts)
+        assert_equals(api.ask(route, **more), later[number])
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(len(turns))))
+
+
+def with_report(case: Stopping) -> Json:
+    """A case's request."""
+    return {"gates": [case.own], **REPORT}
 
 
 @pytest.mark.parametrize("stop", [None, ["never said"]], ids=["plain", "with-stop"])
