@@ -262,23 +262,39 @@ def stopping(reference: Any) -> list[Stopping]:
     return list(itertools.islice(stopping_cases(reference), 2))
 
 
-@pytest.mark.parametrize(("route", "stream"), COMBINATIONS)
 def test_a_firing_beyond_a_stop_string_does_not_latch(
-    api: Api, reference: Any, stopping: list[Stopping], conversation: str, route: str, stream: bool
+    api: Api, reference: Any, stopping: list[Stopping], conversation: str
 ) -> None:
-    """The engine may have run on: the API server finds stop strings. What the client was not given does not count."""
-    for number, case in enumerate(stopping):
-        for stop, length in ((case.after, case.place + 1), (case.before, case.place + 2)):
-            name = f"{conversation}-{number}-{length}"
-            steering = {"gates": [case.own], **REPORT}
-            answer = api.ask(
-                route, case.prompt, stream=stream, max_tokens=60, stop=[stop], steering=steering, conversation_id=name
-            )
-            assert answer.tokens == reference(steering, case.prompt, length).tokens
-            bridged = [case.own] if stop == case.before else []
-            (told,) = gates_of(answer)
-            assert (told["fired"] > 0, told["latched"]) == (bool(bridged), bool(bridged))
-            assert_equals(api.ask(route, conversation_id=name), reference(None, bridged=bridged))
+    """The API server finds stop strings, and the engine may have run on: what the client was not given does not count.
+
+    All at once, so that the API server has its hands full.
+    """
+    turns = [
+        (case, stop, length, route, stream)
+        for case in stopping
+        for stop, length in ((case.after, case.place + 1), (case.before, case.place + 2))
+        for route, stream in COMBINATIONS
+    ]
+    answers = [reference(with_report(case), case.prompt, length) for case, _, length, _, _ in turns]
+    later = [reference(None, bridged=[case.own] if stop == case.before else []) for case, stop, _, _, _ in turns]
+
+    def ask(number: int) -> None:
+        case, stop, _, route, stream = turns[number]
+        more = {"stream": stream, "conversation_id": f"{conversation}-{number}"}
+        answer = api.ask(route, case.prompt, max_tokens=60, stop=[stop], steering=with_report(case), **more)
+        assert answer.tokens == answers[number].tokens
+        counts = stop == case.before
+        (told,) = gates_of(answer)
+        assert (told["fired"] > 0, told["latched"]) == (counts, counts)
+        assert_equals(api.ask(route, **more), later[number])
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(ask, range(len(turns))))
+
+
+def with_report(case: Stopping) -> Json:
+    """A case's request."""
+    return {"gates": [case.own], **REPORT}
 
 
 @pytest.mark.parametrize("stop", [None, ["never said"]], ids=["plain", "with-stop"])
@@ -321,105 +337,3 @@ def test_turns_at_the_same_time_keep_apart(api: Api, reference: Any, conversatio
     )
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(ask, range(len(names))))
-
-
-# Names and operators ----------------------------------------------------------------------------------------------
-
-
-def test_a_name_that_moves_or_goes_changes_no_latch(api: Api, reference: Any, key: str, conversation: str) -> None:
-    before, after = random_direction(62, HIDDEN, [3], norm=8.0), random_direction(63, HIDDEN, [2], norm=8.0)
-    moving = {"kind": "add", "steer": {"kind": "name", "name": "moving"}}
-    assert api.register("moving", "steer", before, key).status == 200
-    api.ask("completions", max_tokens=1, steering=[lasting(ALWAYS, moving)], conversation_id=conversation)
-    was, new = lasting(ALWAYS, add(before)), lasting(ALWAYS, add(after))
-    bridged = reference(None, bridged=[was])
-    assert_equals(api.ask("chat", conversation_id=conversation), bridged)
-
-    assert api.register("moving", "steer", after, key, replace=True).status == 200
-    assert_equals(api.ask("chat", conversation_id=conversation), bridged)
-    other = f"{conversation}-other"
-    api.ask("completions", max_tokens=1, steering=[lasting(ALWAYS, moving)], conversation_id=other)
-    assert_equals(api.ask("chat", conversation_id=other), reference(None, bridged=[new]))
-
-    assert api.unregister("moving", "steer", key).status == 200
-    assert_equals(api.ask("chat", conversation_id=conversation), bridged)
-    steering = [lasting(ALWAYS, moving)]
-    answer = api.ask("chat", steering=steering, conversation_id=conversation)
-    assert_refused(answer, 400, "unknown_vector", "steering[0].apply.steer.name")
-
-
-def test_an_operators_lasting_gate(api: Api, reference: Any, conversation: str, put_default: PutDefault) -> None:
-    """Without a conversation it lasts for the request, and the report says so; in one it latches."""
-    own = lasting(FIRES)
-    put_default({"gates": [own]})
-    for_this = reference(None, default={"gates": [{**own, "scope": "rest_of_request"}]})
-    for route, stream in COMBINATIONS:
-        answer = api.ask(route, stream=stream, steering=REPORT)
-        assert_equals(answer, for_this)
-        (told,) = gates_of(answer)
-        assert (told["scope"], told["latched"], told["status"]) == ("rest_of_request", False, "ran")
-        name = f"{conversation}-{route}-{stream}"
-        answer = api.ask(route, stream=stream, steering=REPORT, conversation_id=name)
-        assert_equals(answer, for_this)
-        (told,) = gates_of(answer)
-        assert (told["scope"], told["latched"], told["status"]) == ("rest_of_conversation", True, "ran")
-        answer = api.ask(route, stream=stream, steering=REPORT, conversation_id=name)
-        assert_equals(answer, reference(None, bridged=[own]))
-        assert [told["status"] for told in gates_of(answer)] == ["bridged"]
-    put_default({})
-    assert_equals(api.ask("chat", conversation_id=name), reference(None, bridged=[own]))
-    assert api.ask("chat", steering=False, conversation_id=name).status == 200
-
-
-def test_what_a_locked_default_latched_takes_no_opting_out(
-    api: Api, key: str, reference: Any, plain: Result, conversation: str, put_default: PutDefault
-) -> None:
-    put_default({"gates": [lasting(FIRES)], "locked": True})
-    api.ask("chat", conversation_id=conversation)
-    api.clear_default(key)
-    for route, stream in COMBINATIONS:
-        answer = api.ask(route, stream=stream, steering=False, conversation_id=conversation)
-        assert_refused(answer, 403, "default_locked", "steering")
-    assert_equals(api.ask("chat", conversation_id=conversation), reference(None, bridged=[lasting(FIRES)]))
-    assert_equals(api.ask("chat", steering=False, conversation_id=f"{conversation}-other"), plain)
-
-
-# Principals -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def two(shared: Server) -> Iterator[tuple[Api, Api]]:
-    """Clients with two API keys of one server."""
-    with (
-        Api(shared, {"Authorization": "Bearer key-a"}) as first,
-        Api(shared, {"Authorization": "Bearer key-b"}) as second,
-    ):
-        yield first, second
-
-
-def test_conversations_of_other_keys_are_apart(
-    two: tuple[Api, Api], reference: Any, conversation: str, file_default: Json
-) -> None:
-    """The default of that server carries a gate of this scope, which latches in any conversation."""
-    first, second = two
-    default = {name: file_default[name] for name in ("vectors", "gates")}
-    steering = {"vectors": [static(OWN)], "gates": [lasting(FIRES, HALF)]}
-    first.ask("chat", steering=steering, conversation_id=conversation)
-    bridged = reference(
-        {"vectors": [static(OWN)]}, default=default, bridged=[*file_default["gates"], lasting(FIRES, HALF)]
-    )
-    fresh = reference({"vectors": [static(OWN)]}, default=default)
-    assert bridged.logprobs != fresh.logprobs
-    static_alone = {"vectors": [static(OWN)]}
-
-    def ask(client: Api, **headers: str) -> Answer:
-        body = request_body("completions", steering=static_alone, conversation_id=conversation)
-        return client.send(ROUTES["completions"], body, headers)
-
-    assert_equals(ask(second), fresh)
-    assert second.forget(conversation).status_code == 200
-    assert_equals(ask(first), bridged)
-    # It is the key that counts, however the header is spelled.
-    assert_equals(ask(second, Authorization="bearer key-a"), bridged)
-    assert first.forget(conversation).status_code == 200
-    assert_equals(ask(first), fresh)

@@ -308,7 +308,7 @@ def test_allow_takes_lanes_for_the_operator_first(api: Api, reference: Any, put_
 
 # What cannot carry it ---------------------------------------------------------------------------------------------
 
-NOT_GENERATING = ("ping", "tokenize", "render", "derender", "count_tokens", "cancel", "lora_adapter")
+NOT_GENERATING = ("ping", "tokenize", "render", "count_tokens", "cancel", "lora_adapter", "elastic_ep")
 """What the paths of POST routes that generate nothing hold."""
 
 
@@ -324,8 +324,10 @@ def test_routes_that_cannot_carry_the_default_are_refused(api: Api, key: str, pu
     put_default(DEFAULTS["vectors"])
     counted = api.metric("vllm:generation_tokens_total")
     body = {**request_body("completions"), **request_body("chat"), "input": "t5 t6", "max_output_tokens": 4}
-    for path in generating:
-        answer = api.send(path, body)
+    answers = {path: api.send(path, body) for path in generating}
+    codes = {path: answer.body.get("error", {}).get("code") for path, answer in answers.items()}
+    assert codes == dict.fromkeys(generating, "steering_not_supported_here")
+    for answer in answers.values():
         assert_refused(answer, 400, "steering_not_supported_here", None)
     assert api.metric("vllm:generation_tokens_total") == counted
     form = api.http.post("/v1/audio/transcriptions", files={"file": b"x"}, data={"model": "tiny"})

@@ -165,7 +165,7 @@ def test_validation(client: SteeringClient) -> None:
 def test_what_is_refused_before_it_is_sent(client: SteeringClient, counting: Counting) -> None:
     client.status()
     sent = counting.sent
-    for nothing in (None, False):
+    for nothing in (None, False, Steering(), []):
         with pytest.raises(TypeError):
             client.default.put(nothing)
     meeting = [static(pack("post_block", {1: np.ones(HIDDEN)}))] * 2

@@ -78,9 +78,10 @@ def default_request(plan: Plan) -> SteeringRequest | None:
         TypeError: It is no plan, or a gate that is not finished.
     """
     request = _request_of(plan)
-    if request is not None:
-        # The server keeps the numbers of its default, so they last as long as a conversation may.
-        raise_first((found for found in request_problems(request) if found.code != "inline_conversation_steer"), "")
+    if request is None or request == SteeringRequest():
+        return None
+    # The server keeps the numbers of its default, so they last as long as a conversation may.
+    raise_first((found for found in request_problems(request) if found.code != "inline_conversation_steer"), "")
     return request
 
 
