@@ -15,6 +15,11 @@ current_call: ContextVar[SteeredCall | None] = ContextVar("steergate_call", defa
 """The call that the running handler serves; None for one without steering."""
 
 
+decided: ContextVar[bool] = ContextVar("steergate_decided", default=False)
+"""Whether the middleware has looked at the request of the running handler and decided what steers it, or that nothing
+does. What generates without having come that way must not escape a server default."""
+
+
 class _Choice:
     """One choice of an answer, as far as its outputs have come; `accounts`: the scheduler's last snapshot."""
 

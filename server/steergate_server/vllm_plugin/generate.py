@@ -21,7 +21,7 @@ from steergate_server.runtime.conversations import CONVERSATION_SCOPE, settle_me
 from steergate_server.runtime.plan import Plan, encode_plan
 from steergate_server.schema.errors import SteeringError
 from steergate_server.vllm_plugin import metrics
-from steergate_server.vllm_plugin.call import SteeredCall, current_call
+from steergate_server.vllm_plugin.call import SteeredCall, current_call, decided
 from steergate_server.vllm_plugin.carrier import PLAN_KEY, with_plan
 
 Generate = Callable[..., AsyncGenerator[Any, None]]
@@ -39,7 +39,9 @@ def wrap_generate(engine_client: Any, admission: Admission, send: SendMessage) -
         tokenizer = engine_client.tokenizer
         return "" if tokenizer is None else str(tokenizer.decode([token]))
 
-    engine_client.generate = steered_generate(engine_client.generate, admit_prompt, text_of, send)
+    engine_client.generate = steered_generate(
+        engine_client.generate, admit_prompt, text_of, send, lambda: admission.default is not None
+    )
 
 
 def steered_generate(
@@ -47,10 +49,12 @@ def steered_generate(
     admit_prompt: Callable[[SteeredCall, Any], None],
     text_of: Callable[[int], str],
     send: SendMessage,
+    inherits: Callable[[], bool],
 ) -> Generate:
     """A `generate` with the same signature that carries the plan of the HTTP request it is called for.
 
     admit_prompt: decides what only the prompt's tokens can tell; raises SteeringError. text_of: the text of a token.
+    inherits: whether a server default is in force.
     """
 
     def wrapper(prompt: Any, sampling_params: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
@@ -62,6 +66,10 @@ def steered_generate(
             )
         call = current_call.get()
         if call is None:
+            if inherits() and not decided.get():
+                raise VLLMValidationError(
+                    "This server has default steering, which this way of generating does not carry.", parameter=None
+                )
             return generate(prompt, sampling_params, request_id, *args, **kwargs)
         try:
             _check(prompt, sampling_params, call)

@@ -21,7 +21,7 @@ from steergate_server.schema.errors import SteeringError
 from steergate_server.schema.requests import SteeringRequest
 from steergate_server.vllm_plugin import metrics
 from steergate_server.vllm_plugin.answer import AnswerEditor, send_error
-from steergate_server.vllm_plugin.call import SteeredCall, current_call
+from steergate_server.vllm_plugin.call import SteeredCall, current_call, decided
 from steergate_server.vllm_plugin.dialects import CARRYING_ROUTES, Dialect, dialect_of
 from steergate_server.vllm_plugin.envelope import Envelope, open_envelope
 
@@ -155,6 +155,8 @@ class SteeringMiddleware:
             (name, str(len(body)).encode() if name == b"content-length" else value) for name, value in scope["headers"]
         ]
         if call is None:
+            if _route_path(scope) in CARRYING_ROUTES:
+                decided.set(True)
             await self._app(scope, receive, send)
             return
         token = current_call.set(call)
