@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from reference.models import random_direction
+from reference.models import pack, random_direction
 from reference.sources import Site
 from reference.wire import ALWAYS, ALWAYS_IN_ANSWER, Json, add, gate, probe, static
 from steergate_server.runtime.conversations import forget_message, settle_message
+from steergate_server.runtime.plan import decode_plan
 from support.engines import Answer, SteeredEngine
 
 from .oracle import Case, Oracle, differ, prompt
@@ -273,6 +274,32 @@ def test_a_stop_string_decides_which_firings_count(
     assert is_plain(eager, text, turn(eager, text, None, name)), "not before it is settled"
     eager.tell(settle_message(name, len(text) + first + last_row - 9))
     assert is_plain(eager, text, turn(eager, text, None, name)) is plain
+
+
+LOUD = pack("post_block", dict.fromkeys(range(4), np.full(HIDDEN, 1e38)))
+"""A row that it is added to leaves the range of what is let through."""
+
+
+@pytest.mark.parametrize("fault", ["not installed", "out of range"])
+@pytest.mark.parametrize("when", [ALWAYS_IN_ANSWER, probing(-1e4, at="prompt_end")], ids=["always", "prompt-end"])
+def test_a_turn_that_failed_latches_nothing(eager: SteeredEngine, conversation: str, fault: str, when: Json) -> None:
+    """The engine has a token of it, which nobody is given: that is no accepted row."""
+    rows = LOUD if fault == "out of range" else random_direction(97, HIDDEN, [1], norm=3.0)
+    request = {"vectors": [static(rows, {"answer": "all"})], "gates": [lasting(when, ADD)]}
+    name, text = f"{conversation}-{fault}", prompt(546, 6)
+    plan = eager.plan(request, name)
+    assert plan
+    file = eager.spool / f"{decode_plan(plan).vectors[0].digest}.safetensors"
+    content = file.read_bytes()
+    if fault == "not installed":
+        file.unlink()
+    eager.llm.reset_prefix_cache()
+    (answer,) = eager.run([text], [plan], 6)
+    file.write_bytes(content)
+    eager.release()
+
+    assert (answer.finish_reason, answer.ours["error"]["code"]) == ("error", "algorithm_failed")
+    assert is_plain(eager, text, turn(eager, text, None, name))
 
 
 def parameters_of(engine: SteeredEngine, request: Any, name: str, tokens: int) -> Any:

@@ -58,20 +58,21 @@ def rows_by_component(rows: Mapping[tuple[str, Hashable], int]) -> Counter[str]:
 def demand_of(plan: Plan, selections: Sequence[Selection], *, in_graph: bool) -> Demand:
     """What a plan needs, given what the vectors of each of its stacks select.
 
-    in_graph: static vectors live in tables, not in programs.
+    in_graph: static vectors live in tables, not in programs. Gates' vectors always do, so that where programs are used
+    a gate shares no slot with static vectors of equal content.
     """
     slots: set[Hashable] = set()
     rows: dict[tuple[str, Hashable], int] = {}
     for stack, selection in zip(plan.stacks, selections, strict=True):
         for mask in selection.distinct():
             at_sites = stack.at_sites(mask)
-            slots.add(_content(at_sites))
+            slots.add((in_graph, _content(at_sites)))
             if in_graph:
                 rows |= _rows(at_sites)
     for gates in [*([gate] for gate in plan.gates), plan.bridge]:
         at_sites = added_vectors(gate for gate in gates if gate.apply == "add")
         if at_sites:
-            slots.add(_content(at_sites))
+            slots.add((True, _content(at_sites)))
             rows |= _rows(at_sites)
     return Demand(frozenset(slots), rows)
 

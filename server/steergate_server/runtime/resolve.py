@@ -94,7 +94,7 @@ class Resolver:
             if ("gates", index) in skip:
                 continue
             known, planned, path = len(found), _bare_gate(gate), ("gates", index)
-            for step in (self._with_when, self._with_apply):
+            for step in (self._with_scope, self._with_when, self._with_apply):
                 with _collected(found):
                     planned = step(planned, gate, path, where, held)
             if len(found) == known:
@@ -232,14 +232,26 @@ class Resolver:
     # Gates ------------------------------------------------------------------------------------------------------
 
     def _gate(self, gate: SteeringGate, path: Path, where: ParamWriter, held: list[str]) -> PlannedGate:
+        planned = _bare_gate(gate)
+        for step in (self._with_scope, self._with_when, self._with_apply):
+            planned = step(planned, gate, path, where, held)
+        return planned
+
+    def _with_scope(
+        self,
+        planned: PlannedGate,
+        gate: SteeringGate,
+        path: Path,
+        where: ParamWriter,
+        held: list[str],  # noqa: ARG002 (one of the steps, which take the same)
+    ) -> PlannedGate:
         if self._facts.speculative and isinstance(gate.when, ProbeWhen) and gate.scope != "this_token":
             raise SteeringError(
                 "gates_unavailable",
                 f"{SPECULATIVE_GATES} Use scope `this_token`.",
                 where((*path, "scope")),
             )
-        planned = self._with_when(_bare_gate(gate), gate, path, where, held)
-        return self._with_apply(planned, gate, path, where, held)
+        return planned
 
     def _with_when(
         self, planned: PlannedGate, gate: SteeringGate, path: Path, where: ParamWriter, held: list[str]

@@ -239,12 +239,15 @@ class SteeringSchedulerMixin:
     ) -> None:
         if result is not None:
             self._capacity, self._pool_used = result.capacity, result.pool_used
-            self._steering_failures.update(result.failures)
+            if result.failures:
+                self._steering_failures.update(result.failures)
+                # Before anything counts: a token that nobody is given is no accepted row of a failed request.
+                self._quarantine()
         evidence = {} if result is None else result.evidence
         for request_id, tokens in before.items():
             steered = self._steered.get(request_id)
             accepted = 0 if steered is None else steered.request.num_output_tokens - tokens
-            if steered is None or not accepted:
+            if steered is None or not accepted or request_id in self._steering_failures:
                 continue
             # The rows of rejected drafts come behind those that count.
             seen = evidence.get(request_id, [])[:accepted]

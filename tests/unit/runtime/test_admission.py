@@ -49,7 +49,23 @@ ALWAYS_ADD = {
     "scope": "this_token",
     "apply": {"kind": "add", "steer": {"kind": "name", "name": "two"}},
 }
+PROBE = {"kind": "probe", "probe": {"kind": "inline", "packed": packed(3, layers=(1,))}, "threshold": 0.5}
+
+
+def probing(scope: str = "this_token", **source: Any) -> dict[str, Any]:
+    """A gate that observes with a probe of these numbers."""
+    when = {**PROBE, "probe": {"kind": "inline", "packed": packed(3, **{"layers": (1,), **source})}}
+    return {"when": when, "scope": scope, "apply": {"kind": "observe"}}
+
+
+def adding(scope: str = "this_token", when: dict[str, Any] | None = None, **source: Any) -> dict[str, Any]:
+    """A gate that adds a vector of these numbers."""
+    steer = {"kind": "inline", "packed": packed(4, **source)}
+    return {"when": when or {"kind": "always"}, "scope": scope, "apply": {"kind": "add", "steer": steer}}
+
+
 LOW_RANK = {"dtype": "float32", "shape": [4, 3], "data": "AAAAAAAA" * 8}
+TWO_WIDTHS = packed(1) | packed(2, hook="pre_attn", shape=[4, 2], layer_indices=[0, 1, 2, 3])
 ROUTER = {"algorithm": "moe_router", "where": {"prompt": "all"}, "params": {"mode": "soft", "expert_ids": [7]}}
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -158,6 +174,21 @@ def test_refused(admission: Admission, name: str) -> None:
     assert held(admission) == {"one", "two", "zero"}
 
 
+LASTING_PROBES = [{**probing(scope), "apply": ALWAYS_ADD["apply"]} for scope in ("next_step", "rest_of_request")]
+
+
+@pytest.mark.parametrize("gate", LASTING_PROBES, ids=lambda gate: str(gate["scope"]))
+def test_validation_knows_of_speculative_decoding(admission: Admission, gate: dict[str, Any]) -> None:
+    """What admission refuses for it is not called valid."""
+    drafting = Admission(admission.config, admission.facts._replace(speculative=True), admission.names)
+    request = {"gates": [gate]}
+    with pytest.raises(SteeringError) as refused:
+        decide(drafting, request)
+    assert (refused.value.code, refused.value.param) == ("gates_unavailable", "steering.gates[0].scope")
+    assert problems(admission, request) == []
+    assert problems(drafting, request) == [("gates_unavailable", "steering.gates[0].scope")]
+
+
 def decide(admission: Admission, request: dict[str, Any]) -> None:
     """Both stages of admission, for a prompt of five tokens; what was held is given back."""
     decoded = decode_steering(encode(request))
@@ -165,6 +196,13 @@ def decide(admission: Admission, request: dict[str, Any]) -> None:
     admitted = admission.admit(decoded)
     admission.release(admitted.digests)
     admission.admit_prompt(admitted, [1, 2, 3, 4, 5], 64)
+
+
+def problems(admission: Admission, request: dict[str, Any]) -> list[tuple[str, str | None]]:
+    """What validation says of a request, with paths as `decide` gives them."""
+    decoded = decode_steering(encode(request))
+    assert decoded
+    return [(problem.code, f"steering.{problem.param}") for problem in admission.problems(decoded)]
 
 
 def held(admission: Admission) -> set[str]:
