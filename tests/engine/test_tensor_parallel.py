@@ -36,7 +36,7 @@ def split(tiny: Path) -> Iterator[SteeredEngine]:
         # Left to itself vLLM gives each rank a NUMA node of its own, and stops where there are fewer.
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         config = EngineConfig(hooks=HOOKS, algorithms=LOWERABLE, memory_mib=64, trace=True)
-        engine = SteeredEngine(tiny, config=config, enforce_eager=True, tensor_parallel_size=RANKS, **SETTINGS)
+        engine = SteeredEngine(tiny, config=config, tensor_parallel_size=RANKS, **SETTINGS)
     for kind, vectors in REGISTERED.items():
         for name, source in vectors.items():
             engine.register(name, kind, source["packed"])
