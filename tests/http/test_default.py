@@ -12,6 +12,7 @@ import pytest
 from reference.models import random_direction
 from reference.results import Result
 from reference.wire import ALWAYS, EVERYWHERE, Json, add, gate, probe, static
+from steergate_server.vllm_plugin.dialects import CARRYING_ROUTES
 from support.checks import assert_equals, assert_refused, gates_of
 from support.server import PROMPT, ROUTES, Answer, Api, Server, request_body
 
@@ -317,10 +318,10 @@ def test_routes_that_cannot_carry_the_default_are_refused(api: Api, key: str, pu
     others = [
         path
         for path, methods in paths.items()
-        if "post" in methods and path not in ROUTES.values() and not path.startswith("/v1/steering/")
+        if "post" in methods and path not in CARRYING_ROUTES and not path.startswith("/v1/steering/")
     ]
     generating = [path for path in others if not any(word in path for word in NOT_GENERATING)]
-    assert {"/v1/responses", "/v1/messages", "/invocations", "/v1/chat/completions/batch"} <= set(generating)
+    assert {"/generative_scoring", "/v1/systemone"} <= set(generating)
     put_default(DEFAULTS["vectors"])
     counted = api.metric("vllm:generation_tokens_total")
     body = {**request_body("completions"), **request_body("chat"), "input": "t5 t6", "max_output_tokens": 4}
@@ -334,7 +335,24 @@ def test_routes_that_cannot_carry_the_default_are_refused(api: Api, key: str, pu
     assert form.json()["error"]["code"] == "steering_not_supported_here"
     assert api.send("/tokenize", {"model": "tiny", "prompt": "t5 t6"}).body["tokens"] == [5, 6]
     api.clear_default(key)
-    assert api.send("/v1/responses", {"model": "tiny", "input": "t5", "max_output_tokens": 2}).status == 200
+    answer = api.send("/v1/systemone", body)
+    assert (answer.body.get("error") or {}).get("code") != "steering_not_supported_here"
+
+
+def test_every_carrying_route_inherits(api: Api, put_default: PutDefault) -> None:
+    put_default(DEFAULTS["vectors"])
+    messages = [{"role": "user", "content": "t5 t6"}]
+    bodies = {
+        "/v1/responses": {"input": "t5 t6", "max_output_tokens": 4},
+        "/v1/messages": {"messages": messages, "max_tokens": 4},
+        "/v1/chat/completions/batch": {"messages": [messages, messages], "max_tokens": 4},
+        "/invocations": {"messages": messages, "max_tokens": 4},
+    }
+    assert set(CARRYING_ROUTES) == {*bodies, *ROUTES.values()}
+    for path, body in bodies.items():
+        response = api.http.post(path, json={"model": "tiny", **body})
+        assert response.status_code == 200, response.text
+        assert response.headers["x-steering-applied"], path
 
 
 def test_beam_search_cannot_carry_the_default(api: Api, put_default: PutDefault) -> None:
