@@ -22,7 +22,6 @@ from steergate_server.vllm_plugin.generate import steered_generate
 
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
-    "tensor": ({"tensor_parallel_size": 2}, "tensor parallelism"),
     "connector": ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, "KV connector"),
     "pooling": ({"runner": "pooling", "convert": "embed"}, "does not generate"),
 }
