@@ -168,6 +168,23 @@ def test_requests_wait_for_a_slot(engine: SteeredEngine, oracle: Oracle) -> None
     assert len(set(first_step.values())) > 1, "nobody waited"
 
 
+def test_gates_wait_for_a_slot(engine: SteeredEngine, oracle: Oracle) -> None:
+    """A gate's vector takes a slot, too. Where none is free its request waits: no gate is lost over it."""
+    cases = []
+    for number, scope in enumerate(("next_step", "rest_of_request", "this_token") * 2):
+        steer = random_direction(20 + number, HIDDEN, [1, 3], norm=7.0)
+        own = gate(probe(PROBE, -1e4), scope, add(steer))
+        cases.append(Case(prompt(636 + number, 8), {"gates": [own], "report": "summary"}, 12))
+    answers = run(engine, cases)
+    for case, answer in zip(cases, answers, strict=True):
+        oracle.check(case, answer)
+        (told,) = answer.ours["gates"]
+        assert (told["evaluated"], told["fired"]) == (11, 11)
+    first_step = {request_id: step for step, _, request_id, *_ in reversed(engine.trace())}
+    assert len(first_step) == len(cases)
+    assert len(set(first_step.values())) > 1, "nobody waited"
+
+
 def test_more_slots_than_there_are(engine: SteeredEngine, oracle: Oracle) -> None:
     """A plan that can never fit, past the front's refusal: it fails, those beside and behind it do not."""
     vectors = [static(vector(seed), where) for seed, where in enumerate(({"prompt": "all"}, {"answer": "all"}), 1)]

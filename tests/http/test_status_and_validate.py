@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -88,18 +89,20 @@ def test_status_while_streams_run_and_after(api: Api, key: str) -> None:
     body = request_body("completions", stream=True, max_tokens=480, steering=steering)
     for _ in range(5):  # streams that are over before status is asked tell nothing
         with ExitStack() as stack:
-            lines = []
+            lines, requests = [], []
             for sent in (body, body, body, {**body, "steering": False}):
                 response = stack.enter_context(api.http.stream("POST", ROUTES["completions"], json=sent))
                 assert response.status_code == 200
                 lines.append(response.iter_lines())
-                assert next(lines[-1]).startswith("data: {")
+                requests.append(json.loads(next(lines[-1]).removeprefix("data: "))["id"])
             status = api.status(key)
             for rest in lines:
                 assert [line for line in rest if line][-1] == "data: [DONE]"
         if status["live_requests"] == 3:
             break
     assert (status["live_requests"], status["gates_installed"]) == (3, 6)
+    told = json.dumps(status) + api.http.get("/metrics").text
+    assert not [name for name in requests if name.removeprefix("cmpl-") in told], "requests are counted, not named"
     assert 0 < status["pool_used"] <= status["pool_capacity"]
     assert eventually(lambda: api.status(key)["live_requests"], 0) == 0
     assert api.status(key)["gates_installed"] == 0

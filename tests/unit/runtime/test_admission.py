@@ -123,6 +123,49 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "not_lowerable",
         "steering.vectors[1]",
     ),
+    "second-hook-of-another-width": (
+        {"vectors": [{**vector("one"), "steer": {"kind": "inline", "packed": TWO_WIDTHS}}]},
+        "width_mismatch",
+        "steering.vectors[0].steer.packed.pre_attn.shape[1]",
+    ),
+    "probe-where-nothing-looks": (
+        {"gates": [probing(hook="mlp_out")]},
+        "hook_not_steerable",
+        "steering.gates[0].when.probe.packed.mlp_out",
+    ),
+    "probe-where-no-layer-is": (
+        {"gates": [probing(layers=(4,))]},
+        "unknown_layer",
+        "steering.gates[0].when.probe.packed.post_block.layer_indices[0]",
+    ),
+    "gate-adds-where-nothing-steers": (
+        {"gates": [adding(hook="mlp_out")]},
+        "hook_not_steerable",
+        "steering.gates[0].apply.steer.packed.mlp_out",
+    ),
+    "gate-adds-where-no-layer-is": (
+        {"gates": [adding(layers=(1, 9))]},
+        "unknown_layer",
+        "steering.gates[0].apply.steer.packed.post_block.layer_indices[1]",
+    ),
+    "gate-adds-another-width": (
+        {"gates": [adding(shape=[4, 2], layer_indices=[0, 1, 2, 3])]},
+        "width_mismatch",
+        "steering.gates[0].apply.steer.packed.post_block.shape[1]",
+    ),
+    "named-vector-before-its-probe": (
+        {"gates": [{**ALWAYS_ADD, "when": {**PROBE, "probe": {"kind": "inline", "packed": packed(3, layers=(2,))}}}]},
+        "steer_before_probe",
+        "steering.gates[0].apply.steer",
+    ),
+    "attenuates-what-it-never-meets": (
+        {
+            "vectors": [vector("one", {"prompt_positions": [0]})],
+            "gates": [{**ALWAYS_ADD, "apply": {"kind": "attenuate", "keep": 0.5}}],
+        },
+        "nothing_to_attenuate",
+        "steering.gates[0].apply",
+    ),
     "slots": (
         {"vectors": [vector("one", {"generation_positions": [number]}, scale=number + 1.0) for number in range(4)]},
         "over_capacity",

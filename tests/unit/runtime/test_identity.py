@@ -154,6 +154,54 @@ def test_other_content_has_another_identity():
     assert len(set(found)) == len(found)
 
 
+OTHER_VALUES = {
+    PlannedGate: {
+        "when": "always", "at": "answer", "scope": "next_step", "apply": "attenuate", "probe_digest": "c" * 64,
+        "probe_site": ("pre_attn", 1), "threshold": 0.5, "sharpness": 2.0, "fires": "below", "score": "cosine",
+        "steer_digest": "d" * 64, "steer_sites": (("post_block", 2),), "strength": 2.0, "keep": 0.5,
+    },
+    PlannedVector: {
+        "algorithm": "erase", "digest": "c" * 64, "sites": (("post_block", 2),), "where": Where(prompt="all"),
+        "scale": 2.0, "normalize": True, "params": {"min": 1.0}, "rank": 3,
+    },
+    VectorGroup: {"vectors": (), "conflict": "priority"},
+}  # fmt: skip
+"""Of everything that a plan is made of, each field but the label with another value than below."""
+
+PROBES = PlannedGate(
+    when="probe", at="generated", scope="this_token", apply="add", probe_digest="a" * 64,
+    probe_site=("post_block", 1), steer_digest="b" * 64, steer_sites=(("post_block", 1),),
+)  # fmt: skip
+
+
+def test_every_field_is_told_apart():
+    for struct, values in OTHER_VALUES.items():
+        assert set(struct.__struct_fields__) - {"label"} == set(values)
+
+
+@pytest.mark.parametrize("field", OTHER_VALUES[PlannedGate])
+def test_every_field_of_a_gate_is_identity(field):
+    """Of its cache identity, as a gate and in a bridge, and of what it latches under: an attenuation's share, too."""
+    other = replace(PROBES, **{field: OTHER_VALUES[PlannedGate][field]})
+    assert other != PROBES
+    assert other.identity != PROBES.identity
+    for member in ("gates", "bridge"):
+        one, another = (Plan(**{member: (gate,)}) for gate in (PROBES, other))
+        assert cache_identity(one, 7) != cache_identity(another, 7)
+
+
+@pytest.mark.parametrize(
+    ("struct", "field"), [(struct, name) for struct in (PlannedVector, VectorGroup) for name in OTHER_VALUES[struct]]
+)
+def test_every_field_of_a_vector_is_identity(struct, field):
+    changes = {field: OTHER_VALUES[struct][field]}
+    group = VectorGroup(vectors=(vector(),))
+    other = replace(group, **changes) if struct is VectorGroup else VectorGroup(vectors=(vector(**changes),))
+    for member in ("groups", "locked"):
+        one, another = (Plan(**{member: (part,)}, gates=(GATE,)) for part in (group, other))
+        assert cache_identity(one, 7) != cache_identity(another, 7)
+
+
 @pytest.mark.parametrize(
     ("one", "free"),
     [
