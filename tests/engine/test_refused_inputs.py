@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from steergate_server.runtime.sources import param_writer
 from steergate_server.vllm_plugin.call import SteeredCall, current_call
 from steergate_server.vllm_plugin.carrier import PLAN_KEY
 from steergate_server.vllm_plugin.compat import IncompatibleVllmError, check_config
-from steergate_server.vllm_plugin.generate import steered_generate
+from steergate_server.vllm_plugin.generate import wrap_generate
 
 CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "pipeline": ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
@@ -60,11 +61,12 @@ def refusal(prompt: Any, params: Any, *, steered: bool = True, requests: int = 1
 
     call = SteeredCall(Admitted(Plan(gates=(GATE,)), "", (), (), param_writer(False)), one_engine_request=True)
     token = current_call.set(call if steered else None)
-    wrapped = steered_generate(generate, lambda *_: None, str, send)
+    client = SimpleNamespace(generate=generate, model_config=SimpleNamespace(max_model_len=64), tokenizer=None)
+    wrap_generate(client, SimpleNamespace(admit_prompt=lambda *_: None, default=None), send)
 
     async def run() -> None:
         for number in range(requests):
-            async for _ in wrapped(prompt, params, f"request-{number}"):
+            async for _ in client.generate(prompt, params, f"request-{number}"):
                 pass
 
     try:
