@@ -325,7 +325,7 @@ class StatusAnswer(Wire, frozen=True, kw_only=True):
     pool_capacity: int
     """Bytes of the payload pools of one worker."""
     live_requests: int
-    """Steered requests that are running or waiting."""
+    """Steered requests that are running, or preempted."""
     gates_installed: int
     """Gates of the running requests."""
     latches: int
