@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -83,27 +83,25 @@ def test_status_of_a_server_that_rests(api: Api, key: str, shared: Server) -> No
         assert client.status(key)["one_principal"] is False
 
 
-def test_status_while_streams_run_and_after(api: Api, key: str) -> None:
-    """Three streams with two gates each, and one without steering, which does not count."""
+def test_status_while_requests_run_and_after(api: Api, key: str) -> None:
+    """Three requests with two gates each, and one without steering, which does not count."""
     steering = {"vectors": [static(VECTOR)], "gates": [FIRES, OBSERVING]}
-    body = request_body("completions", stream=True, max_tokens=480, steering=steering)
-    for _ in range(5):  # streams that are over before status is asked tell nothing
-        with ExitStack() as stack:
-            lines, requests = [], []
-            for sent in (body, body, body, {**body, "steering": False}):
-                response = stack.enter_context(api.http.stream("POST", ROUTES["completions"], json=sent))
-                assert response.status_code == 200
-                lines.append(response.iter_lines())
-                requests.append(json.loads(next(lines[-1]).removeprefix("data: "))["id"])
-            status = api.status(key)
-            for rest in lines:
-                assert [line for line in rest if line][-1] == "data: [DONE]"
-        if status["live_requests"] == 3:
-            break
-    assert (status["live_requests"], status["gates_installed"]) == (3, 6)
-    told = json.dumps(status) + api.http.get("/metrics").text
-    assert not [name for name in requests if name.removeprefix("cmpl-") in told], "requests are counted, not named"
-    assert 0 < status["pool_used"] <= status["pool_capacity"]
+    body = request_body("completions", max_tokens=480, steering=steering)
+    seen: list[Json] = []
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):  # requests that are over before status is asked tell nothing
+            sent = (body, body, body, {**body, "steering": False})
+            running = [pool.submit(api.send, ROUTES["completions"], one) for one in sent]
+            while not all(request.done() for request in running):
+                seen.append(api.status(key))
+            names = [request.result().body["id"] for request in running]
+            fullest = max(seen, key=lambda status: status["live_requests"])
+            if fullest["live_requests"] == 3:
+                break
+    assert (fullest["live_requests"], fullest["gates_installed"]) == (3, 6)
+    told = json.dumps(seen) + api.http.get("/metrics").text
+    assert not [name for name in names if name.removeprefix("cmpl-") in told], "requests are counted, not named"
+    assert 0 < fullest["pool_used"] <= fullest["pool_capacity"]
     assert eventually(lambda: api.status(key)["live_requests"], 0) == 0
     assert api.status(key)["gates_installed"] == 0
 
