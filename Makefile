@@ -29,7 +29,9 @@ $(STAMP):
 demo: setup
 	@$(BIN)/python -m steergate_server.demo $(ARGS)
 
-# Everything; with ARGS, the tests that they name. The engines' tests take half of the time, so they run beside the rest.
+# Everything; with ARGS, the tests that they name. Two halves run beside each other: tests that share engines, and the
+# rest, which holds those that start engines of their own.
+OWN_ENGINES := $(addprefix tests/engine/test_,architectures.py features.py tensor_parallel.py)
 ifdef ARGS
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
@@ -39,11 +41,11 @@ test: setup
 endif
 
 test-engine: setup
-	$(BIN)/python -m pytest tests/engine tests/faults
+	$(BIN)/python -m pytest tests/engine tests/faults $(addprefix --ignore=,$(OWN_ENGINES))
 
 test-rest: setup lint docs
 	$(BIN)/python tools/export_client_contracts.py --check
-	$(BIN)/python -m pytest -p no:cacheprovider --ignore=tests/engine --ignore=tests/faults
+	$(BIN)/python -m pytest -p no:cacheprovider tests/http tests/reference tests/sdk tests/unit $(OWN_ENGINES)
 
 # What steering costs; alone on the machine. It is no test: nothing fails if it is slow.
 bench: setup

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ class Case(NamedTuple):
     prompt: list[int]
     request: Any
     max_tokens: int = 10
-    around: Mapping[str, Any] = MappingProxyType({})
+    around: Mapping[str, Any] | tuple[()] = ()
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -68,7 +67,9 @@ class Oracle:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # rows are too small to share out
         try:
-            return generate(self._model, case.prompt, case.request, vectors=self.registered, **case.around, **options)
+            return generate(
+                self._model, case.prompt, case.request, vectors=self.registered, **dict(case.around), **options
+            )
         finally:
             torch.set_num_threads(threads)
 

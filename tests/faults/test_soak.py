@@ -81,4 +81,4 @@ def test_nothing_is_left(engine: SteeredEngine) -> None:
     while any((status := engine.status())[name] for name in held) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert {name: status[name] for name in held} == dict.fromkeys(held, 0)
-    assert list(engine.spool.iterdir()) == []
+    assert list(engine.spool.rglob("*.safetensors")) == []
