@@ -251,7 +251,9 @@ class Api:
 
     def __init__(self, server: Server, headers: Mapping[str, str] | None = None) -> None:
         self.url = server.url
-        self.http = httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False)
+        # A connection is given up before the server closes it, after five seconds: a request must not meet its end.
+        limits = httpx.Limits(keepalive_expiry=2.0)
+        self.http = httpx.Client(base_url=server.url, headers=headers, timeout=60, trust_env=False, limits=limits)
 
     def __enter__(self) -> Api:
         return self
