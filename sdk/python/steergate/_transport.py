@@ -43,7 +43,10 @@ class Transport:
         self._owned = http_client is None
         # A client that was handed in keeps its own limits, unless others are asked for.
         self._options: dict[str, Any] = {} if http_client and timeout is None else {"timeout": _timeout(timeout)}
-        self._client: Any = http_client or httpx.Client()
+        # The server closes connections that were idle for five seconds, httpx's own time as well: a call must not meet
+        # the end of one.
+        limits = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=4.0)
+        self._client: Any = http_client or httpx.Client(limits=limits)
         self._library = _library_of(self._client)
         self._contract_known = False
 
