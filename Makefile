@@ -31,7 +31,7 @@ demo: setup
 
 # Everything; with ARGS, the tests that they name. Two halves run beside each other: tests that share engines, and the
 # rest, which holds those that start engines of their own.
-OWN_ENGINES := $(addprefix tests/engine/test_,architectures.py features.py tensor_parallel.py)
+OWN_ENGINES := $(addprefix tests/engine/test_,architectures.py features.py tensor_parallel.py v2_runner.py)
 ifdef ARGS
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
