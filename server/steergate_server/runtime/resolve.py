@@ -44,6 +44,7 @@ class Resolver:
     def __init__(self, config: EngineConfig, facts: ModelFacts, names: NameIndex, kinds: Sequence[str]) -> None:
         self.config = config
         self._facts = facts
+        self._split = frozenset((site.hook, site.layer) for site in facts.sites if site.part is not None)
         self._names = names
         self._sources = Sources(config, facts, names, kinds)
 
@@ -196,7 +197,7 @@ class Resolver:
                     f"{HOOK_COMPONENTS[hook]}.",
                     at,
                 )
-            if self._facts.splits((hook, layer)) and not works_on_parts(spec.algorithm, normalize=spec.normalize):
+            if (hook, layer) in self._split and not works_on_parts(spec.algorithm, normalize=spec.normalize):
                 raise SteeringError(
                     "hook_not_allowed",
                     f"This server splits the rows of `{hook}` over several ranks, so only a plain addition works "

@@ -45,14 +45,6 @@ class ModelFacts(NamedTuple):
     graph_mode: Literal["eager", "split", "in_graph"] = "in_graph"
     speculative: bool = False
 
-    def width(self, site: SiteName) -> int | None:
-        """Elements per row at a site, or None where no op stands."""
-        return next((known.width for known in self.sites if (known.hook, known.layer) == site), None)
-
-    def splits(self, site: SiteName) -> bool:
-        """Whether each rank holds a part of the rows at a site."""
-        return any(known.part is not None for known in self.sites if (known.hook, known.layer) == site)
-
 
 class Resolved(NamedTuple):
     """A source: what is known of its payload, and which of its sites are meant. `inline`: the numbers came along."""
@@ -68,6 +60,8 @@ class Sources:
     def __init__(self, config: EngineConfig, facts: ModelFacts, names: NameIndex, kinds: Sequence[str]) -> None:
         self._config = config
         self._facts = facts
+        # Looked up for every site of every vector.
+        self._width = {(known.hook, known.layer): known.width for known in facts.sites}
         self._names = names
         self._kinds = frozenset(kinds)
 
@@ -174,7 +168,7 @@ class Sources:
                 f"Layer {layer} does not exist. This model has layers 0 to {self._facts.layers - 1}.",
                 where(place.layer),
             )
-        expected = self._facts.width(site)
+        expected = self._width.get(site)
         if expected is None:
             raise SteeringError("hook_not_steerable", self._why_no_op(hook, layer), where(place.hook))
         if width not in (0, expected):
