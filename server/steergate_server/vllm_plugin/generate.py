@@ -103,11 +103,14 @@ def steered_generate(
     return wrapper
 
 
+def _may_latch(plan: Plan) -> bool:
+    """Whether any gate of the plan may come to act in later turns."""
+    return any(gate.scope == CONVERSATION_SCOPE for gate in plan.gates)
+
+
 def _with_settlement(plan: Plan, sampling_params: Any) -> tuple[Plan, str]:
     """A plan that may latch gates, where stop strings end the answer: they are found on this side of the engine."""
-    if plan.conversation is None or not sampling_params.stop:
-        return plan, ""
-    if not any(gate.scope == CONVERSATION_SCOPE for gate in plan.gates):
+    if plan.conversation is None or not sampling_params.stop or not _may_latch(plan):
         return plan, ""
     name = uuid.uuid4().hex
     return replace(plan, conversation=replace(plan.conversation, settlement=name)), name
@@ -123,8 +126,7 @@ def _check(prompt: Any, sampling_params: Any, call: SteeredCall) -> None:
         raise SteeringError(
             "steering_not_supported_here", "Only prompts of tokens can be steered, not prompt embeddings.", "steering"
         )
-    latching = any(gate.scope == CONVERSATION_SCOPE for gate in call.admitted.plan.gates)
-    if latching and ((sampling_params.n or 1) > 1 or call.reached_engine):
+    if _may_latch(call.admitted.plan) and ((sampling_params.n or 1) > 1 or call.reached_engine):
         raise SteeringError(
             "conversation_single_choice",
             "A gate of scope `rest_of_conversation` needs one answer to go on from. Send one prompt, with n = 1.",

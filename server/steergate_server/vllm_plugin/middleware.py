@@ -76,6 +76,8 @@ class SteeringMiddleware:
         except SteeringError as error:
             await send_error(send, error, dialect)
             return
+        if call is None and path in CARRYING_ROUTES:
+            decided.set(True)
         await self._serve(scope, _replay(body, receive), send, dialect, call, body)
 
     def _open(self, path: str, dialect: Dialect, scope: Scope, body: bytes) -> tuple[SteeredCall | None, bytes]:
@@ -155,8 +157,6 @@ class SteeringMiddleware:
             (name, str(len(body)).encode() if name == b"content-length" else value) for name, value in scope["headers"]
         ]
         if call is None:
-            if _route_path(scope) in CARRYING_ROUTES:
-                decided.set(True)
             await self._app(scope, receive, send)
             return
         token = current_call.set(call)
@@ -196,8 +196,7 @@ class MiddlewareState:
         """Who is asking: the API key, where the server has one; without it all clients are one."""
         if not self.server_key:
             return ""
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        return given.partition(b" ")[2].decode("latin-1")
+        return _authorization(scope)[1].decode("latin-1")
 
     @property
     def server_key(self) -> bool:
@@ -212,18 +211,16 @@ def conversation_key(principal: str, conversation_id: str) -> str:
 
 
 def _not_here(path: str, member: str = "steering") -> SteeringError:
-    routes = ", ".join(sorted(CARRYING_ROUTES))
-    return SteeringError(
-        "steering_not_supported_here", f"{path} does not carry steering. These routes do: {routes}.", member
-    )
+    return _only_carrying(f"{path} does not carry steering.", member)
 
 
 def _not_inherited_here(path: str) -> SteeringError:
+    return _only_carrying(f"This server has default steering, which {path} does not carry.", None)
+
+
+def _only_carrying(why: str, member: str | None) -> SteeringError:
     routes = ", ".join(sorted(CARRYING_ROUTES))
-    return SteeringError(
-        "steering_not_supported_here",
-        f"This server has default steering, which {path} does not carry. These routes do: {routes}.",
-    )
+    return SteeringError("steering_not_supported_here", f"{why} These routes do: {routes}.", member)
 
 
 def _route_path(scope: Scope) -> str:
@@ -235,10 +232,16 @@ def _route_path(scope: Scope) -> str:
     return path.rstrip("/") or "/"
 
 
+def _authorization(scope: Scope) -> tuple[bytes, bytes]:
+    """Scheme and token of the header `Authorization`; empty where there are none."""
+    given: bytes = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    scheme, _, token = given.partition(b" ")
+    return scheme, token
+
+
 def _bears_key(scope: Scope, keys: Sequence[str]) -> bool:
     """Whether a request bears one of vLLM's keys, or there is none: vLLM asks for it under some prefixes only."""
-    given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    scheme, _, token = given.partition(b" ")
+    scheme, token = _authorization(scope)
     # Every key is compared, in constant time, so that the time tells nothing.
     matches = [hmac.compare_digest(token, key.encode()) for key in keys]
     return not keys or (scheme.lower() == b"bearer" and any(matches))
