@@ -95,37 +95,35 @@ def _stages(session: Any) -> list[tuple[Any, str, str]]:
     core = session.llm.llm_engine.engine_core.engine_core
     scheduler, worker = core.scheduler, core.model_executor.driver_worker.worker
     runner = worker.model_runner
-    found = []
+    found: list[tuple[Any, str, str]] = []
     for owner, methods in (
         (scheduler, ("schedule", "update_from_output")),
         (runner, ("_update_states", "_prepare_inputs", "_model_forward", "sample_tokens")),
     ):
-        mixin, base = _mixin_and_base(type(owner))
         for method in methods:
-            found.append((base, method, f"vLLM: {method}"))
-            found.append((mixin, method, f"ours: {_rough(mixin)}.{method}"))
+            ours, theirs = _ours_and_theirs(type(owner), method)
+            found.append((theirs, method, f"vLLM: {method}"))
+            found.append((ours, method, f"ours: {'scheduler' if owner is scheduler else 'runner'}.{method}"))
     controller = runner.steering
     found += [(controller, name, f"ours: Controller.{name}") for name in ("begin_step", "see_tokens", "end_step")]
     found += [
         (controller, "steer", "ours: ops that return at once, and the test of it"),
+        (controller, "_probe", "ours: op, probe"),
         (controller, "_change", "ours: op, change"),
+        (controller, "_added_change", "ours: op, what is added"),
         (controller.book, "change", "ours: op, change from the tables"),
-        (controller, "_in_range", "ours: op, range check"),
     ]
     from steergate_server.runtime import controller as module
 
-    return [*found, (module, "score_gates", "ours: op, score_gates")]
+    found += [(module, "all_in_range", "ours: op, range check"), (module, "score_gates", "ours: op, score_gates")]
+    return found
 
 
-def _mixin_and_base(kind: type) -> tuple[type, type]:
-    """Our mixin in a class, and the class of vLLM's that follows it."""
-    chain = kind.__mro__
-    at = next(number for number, one in enumerate(chain) if one.__name__.endswith("Mixin") and _OURS in one.__module__)
-    return chain[at], chain[at + 1]
-
-
-def _rough(mixin: type) -> str:
-    return mixin.__name__.removeprefix("Steering").removesuffix("Mixin").lower()
+def _ours_and_theirs(kind: type, method: str) -> tuple[type, type]:
+    """The first class of ours, and the first of vLLM's, that have a method of their own by this name."""
+    having = [one for one in kind.__mro__ if method in vars(one)]
+    ours = next(one for one in having if _OURS in one.__module__)
+    return ours, next(one for one in having if _OURS not in one.__module__)
 
 
 def _functions(profiler: cProfile.Profile, steps: int) -> list[dict[str, Any]]:

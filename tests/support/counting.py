@@ -17,7 +17,7 @@ class Counting:
         end_step, read = type(controller).end_step, type(controller)._evidence
 
         def counted_step(*args: Any) -> Any:
-            counted["steps"] += bool(controller._rows)
+            counted["steps"] += controller._step is not None
             return end_step(controller, *args)
 
         def counted_read(*args: Any) -> Any:

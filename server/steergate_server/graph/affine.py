@@ -11,6 +11,7 @@ more of the kind. With (a1, P1, Q1, b1) first:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -55,14 +56,19 @@ class SiteChange(NamedTuple):
 
 def identity(width: int) -> Affine:
     """The map that changes nothing."""
-    nothing = torch.zeros((0, width))
-    return Affine(1.0, nothing, nothing, torch.zeros(width))
+    none, zero = _nothing(width)
+    return Affine(1.0, none, none, zero)
+
+
+@lru_cache
+def _nothing(width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """No pairs `[0, width]` and no bias `[width]`. Nobody may write to them."""
+    return torch.zeros((0, width)), torch.zeros(width)
 
 
 def affine_of(family: str, tables: Tables, width: int) -> Affine:
     """The map that one lowered payload stands for. Raises NotLowerableError for families that are none."""
-    none = torch.zeros((0, width))
-    zero = torch.zeros(width)
+    none, zero = _nothing(width)
     if family == "additive":
         return Affine(1.0, none, none, _given(tables, "additive", zero))
     if family == "replace":
@@ -78,6 +84,8 @@ def affine_of(family: str, tables: Tables, width: int) -> Affine:
 
 def then(first: Affine, second: Affine) -> Affine:
     """One map after another as one map; sums in float64, rounded once."""
+    if first.rank == 0 and first.keep == 1.0 and not bool(first.bias.any()):
+        return _trimmed(second)
     p1, q1, b1 = first.reads.double(), first.writes.double(), first.bias.double()
     p2, q2, b2 = second.reads.double(), second.writes.double(), second.bias.double()
     reads = torch.cat((p1, first.keep * p2 + (p2 @ q1.T) @ p1))
@@ -88,6 +96,8 @@ def then(first: Affine, second: Affine) -> Affine:
 
 def _trimmed(affine: Affine) -> Affine:
     """Without the pairs that do nothing, such as all that came before a replace."""
+    if affine.rank == 0:
+        return affine
     live = (affine.reads != 0).any(dim=1) & (affine.writes != 0).any(dim=1)
     return affine._replace(reads=affine.reads[live], writes=affine.writes[live])
 

@@ -21,85 +21,130 @@ _FLOAT_MAX = torch.finfo(torch.float32).max
 class Looks(NamedTuple):
     """Every (row, gate) [n] that looks at one site in a step, and what there is to know of each.
 
-    `row`, `gate`, `probe` (entry of the probe pool) int64; `threshold` float64, `sharpness` float32; `soft`, `lasting`,
-    `below`, `cosine`, `forced` bool; `weight` float32: that of the lane before the site. `cosines`: whether any of them
-    is a cosine.
+    `rows`: of the step, a slice where each looks exactly once, in order. `cell` int64: place of (row, gate) in the
+    flattened `[rows, gates]` tensors of the lanes, `weight_cell` in their weights. `probe` int32: entry of the probe
+    pool. `threshold` float64, `sharpness` float32. The rest is None where it holds for none: `below` float64, -1 for a
+    gate that fires below its threshold, else 1; `soft` (`all_soft`: all of them), `lasting`, `cosine` bool.
     """
 
-    row: torch.Tensor
-    gate: torch.Tensor
+    rows: torch.Tensor | slice
+    cell: torch.Tensor
+    weight_cell: torch.Tensor
     probe: torch.Tensor
     threshold: torch.Tensor
     sharpness: torch.Tensor
-    soft: torch.Tensor
-    lasting: torch.Tensor
-    below: torch.Tensor
-    cosine: torch.Tensor
-    forced: torch.Tensor
-    weight: torch.Tensor
-    cosines: bool
+    below: torch.Tensor | None
+    soft: torch.Tensor | None
+    lasting: torch.Tensor | None
+    cosine: torch.Tensor | None
+    all_soft: bool
 
 
 def looks_by_site(rows: int, lanes: Lanes, gates: GateTable) -> dict[int, Looks]:
     """Who looks where in a step of so many rows, gathered once for all sites: a look at each would cost more."""
-    request = lanes.request[:rows].long()
-    site = gates.site[request]
+    request = lanes.request[:rows]
+    site = gates.site.index_select(0, request)
     row, gate = (lanes.look[:rows] & (site >= 0)).nonzero(as_tuple=True)
-    at = site[row, gate]
-    found = {}
-    for number in set(at.tolist()):
-        here = at == number
-        mine, lane = row[here], gate[here]
-        owner = request[mine]
-        mode = gates.mode[owner, lane]
-        cosine = (mode & COSINE) != 0
-        found[number] = Looks(
-            row=mine,
-            gate=lane,
-            probe=gates.probe[owner, lane].long(),
-            threshold=gates.threshold[owner, lane],
-            sharpness=gates.sharpness[owner, lane],
-            soft=(mode & SOFT) != 0,
-            lasting=(mode & LASTING) != 0,
-            below=(mode & BELOW) != 0,
-            cosine=cosine,
-            forced=lanes.forced[mine, lane],
-            weight=lanes.weight[mine, lane + 1],
-            cosines=bool(cosine.any()),
-        )
-    return found
+    width = site.shape[1]
+    at = site.flatten().index_select(0, row * width + gate)
+    return {
+        number: _looks((at == number).nonzero().flatten(), row, gate, rows, lanes, gates) for number in set(at.tolist())
+    }
+
+
+def _looks(
+    here: torch.Tensor, row: torch.Tensor, gate: torch.Tensor, rows: int, lanes: Lanes, gates: GateTable
+) -> Looks:
+    """One site's looks: those at the places `here` of the step's `row` and `gate`."""
+    row, gate = row.index_select(0, here), gate.index_select(0, here)
+    width = lanes.look.shape[1]
+    owner = lanes.request.index_select(0, row) * width + gate
+
+    def of(table: torch.Tensor) -> torch.Tensor:
+        return table.flatten().index_select(0, owner)
+
+    mode = of(gates.mode)
+
+    def having(bit: int) -> torch.Tensor | None:
+        mask = (mode & bit) != 0
+        return mask if bool(mask.any()) else None
+
+    below, soft = having(BELOW), having(SOFT)
+    every = len(row) == rows and bool((row == torch.arange(rows, device=row.device)).all())
+    return Looks(
+        rows=slice(0, rows) if every else row,
+        cell=row * width + gate,
+        weight_cell=row * (width + 1) + gate + 1,
+        probe=of(gates.probe),
+        threshold=of(gates.threshold),
+        sharpness=of(gates.sharpness),
+        below=None if below is None else 1.0 - 2.0 * below.double(),
+        soft=soft,
+        lasting=having(LASTING),
+        cosine=having(COSINE),
+        all_soft=soft is not None and bool(soft.all()),
+    )
 
 
 def score_gates(
-    hidden: torch.Tensor, residual: torch.Tensor | None, looks: Looks, lanes: Lanes, probes: torch.Tensor
+    hidden: torch.Tensor,
+    residual: torch.Tensor | None,
+    looks: Looks,
+    lanes: Lanes,
+    probes: torch.Tensor,
+    *,
+    forced: bool = True,
 ) -> None:
     """Score every (row, gate) that looks at this site; write `score`, `fired` and the lanes' weights.
 
-    hidden, residual: [>= rows, width]; the value probed is their sum, in float32. probes: [entries, width] float32.
+    hidden, residual: [>= rows, width]; the value probed is their sum, in float32. probes [n, width] float32: that of
+    each look. forced: False promises that no row is.
     """
-    row, gate = looks.row, looks.gate
-    score = _score(complete(hidden, residual, row), probes[looks.probe], looks)
-    # Compared in float64: the threshold keeps the value that the client wrote.
-    margin = score.double() - looks.threshold
-    margin = torch.where(looks.below, -margin, margin).nan_to_num(nan=-float("inf"))
-    fired = (margin > 0) | looks.forced
-    argument = looks.sharpness * margin.clamp(-_FLOAT_MAX, _FLOAT_MAX).float()
-    weight = torch.where(looks.soft, torch.sigmoid(argument), looks.weight)
-    lanes.weight[row, gate + 1] = weight.masked_fill(looks.lasting & fired, 1.0)
-    lanes.score[row, gate] = score
-    lanes.fired[row, gate] = fired
+    score = _score(complete(hidden, residual, looks.rows), probes, looks)
+    # In float64, as the threshold is: it keeps the value that the client wrote.
+    margin = score - looks.threshold
+    if looks.below is not None:
+        margin *= looks.below
+    # NaN passes no threshold.
+    fired = margin > 0
+    if forced:
+        fired |= lanes.flat_forced.index_select(0, looks.cell)
+    weight = _weight(margin, fired, looks, lanes)
+    if weight is not None:
+        lanes.flat_weight.index_copy_(0, looks.weight_cell, weight)
+    lanes.flat_score.index_copy_(0, looks.cell, score)
+    lanes.flat_fired.index_copy_(0, looks.cell, fired)
+
+
+def _weight(margin: torch.Tensor, fired: torch.Tensor, looks: Looks, lanes: Lanes) -> torch.Tensor | None:
+    """The weight [n] float32 of each look from this site on; None where a firing changes none before the next row."""
+    weight = None
+    if looks.soft is not None:
+        margin.nan_to_num_(nan=-float("inf")).clamp_(-_FLOAT_MAX, _FLOAT_MAX)
+        weight = torch.sigmoid(looks.sharpness * margin.float())
+        if not looks.all_soft:
+            weight = torch.where(looks.soft, weight, lanes.flat_weight.index_select(0, looks.weight_cell))
+    if looks.lasting is not None:
+        before = lanes.flat_weight.index_select(0, looks.weight_cell) if weight is None else weight
+        weight = before.masked_fill(looks.lasting & fired, 1.0)
+    return weight
 
 
 def complete(hidden: torch.Tensor, residual: torch.Tensor | None, rows: torch.Tensor | slice) -> torch.Tensor:
     """Complete rows [n, width] in float32: the sum, where a model hands the stream on in two parts."""
-    value = hidden[rows].float()
-    return value if residual is None else value + residual[rows].float()
+    value = rows_of(hidden, rows).float()
+    return value if residual is None else value + rows_of(residual, rows).float()
+
+
+def rows_of(tensor: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
+    """Rows [n, ...] of a tensor: a view for a slice, a copy for indices, by the quickest call there is."""
+    return tensor[rows] if isinstance(rows, slice) else tensor.index_select(0, rows)
 
 
 def _score(value: torch.Tensor, probe: torch.Tensor, looks: Looks) -> torch.Tensor:
     """Dot products [n] of float32 rows [n, width]; a cosine is divided by both norms, and 0 for a zero row."""
     dot = (value * probe).sum(dim=-1)
-    if not looks.cosines:
+    if looks.cosine is None:
         return dot
     # In float64: the norms of finite float32 rows neither overflow nor vanish there.
     norms = value.double().norm(dim=-1) * probe.double().norm(dim=-1)
@@ -108,30 +153,33 @@ def _score(value: torch.Tensor, probe: torch.Tensor, looks: Looks) -> torch.Tens
     return torch.where(looks.cosine, ratio, dot)
 
 
-def table_change(
-    value: torch.Tensor | None, slots: torch.Tensor, site: int, tables: SiteTables, rank: int
-) -> torch.Tensor:
+def added_rows(entries: torch.Tensor, tables: SiteTables) -> torch.Tensor:
+    """Rows [n, width] float32 of the pool, by their entries [n]; a copy."""
+    return tables.pool.rows.index_select(0, entries).float()
+
+
+def table_change(value: torch.Tensor, slots: torch.Tensor, site: int, tables: SiteTables, rank: int) -> torch.Tensor:
     """T(x) - x [n, width] float32 of the slots [n] at a site, from the tables.
 
-    value: complete rows [n, width] float32; None promises that every slot is no more than a bias there. rank: the
-    largest rank of any of the slots.
+    value: complete rows [n, width] float32. rank: the largest rank of any of the slots.
     """
-    pool = tables.pool.rows
-    change = pool[tables.bias[site][slots].long()].float()
-    if value is None:
-        return change
+
+    def rows(table: torch.Tensor) -> torch.Tensor:
+        """The pool rows that a table [all slots] of the site names for these slots."""
+        return added_rows(table.index_select(0, slots), tables)
+
+    change = rows(tables.bias[site])
     if tables.forget is not None:
-        change = change - tables.forget[site][slots].unsqueeze(1) * value
+        change = change - tables.forget[site].index_select(0, slots).unsqueeze(1) * value
     if tables.reads is not None and tables.writes is not None:
-        reads, writes = tables.reads[site][slots].long(), tables.writes[site][slots].long()
-        for term in range(rank):
-            component = (value * pool[reads[:, term]].float()).sum(dim=1, keepdim=True)
-            change = change + component * pool[writes[:, term]].float()
+        for reads, writes in zip(
+            tables.reads[site].unbind(1)[:rank], tables.writes[site].unbind(1)[:rank], strict=True
+        ):
+            component = (value * rows(reads)).sum(dim=1, keepdim=True)
+            change = change + component * rows(writes)
     if tables.clamp is not None and tables.bounds is not None:
-        change = change + _clamp(
-            value + change, pool[tables.clamp[site][slots].long()].float(), tables.bounds[site][slots]
-        )
-    keeps_norm = tables.normalize[site][slots]
+        change = change + _clamp(value + change, rows(tables.clamp[site]), tables.bounds[site].index_select(0, slots))
+    keeps_norm = tables.normalize[site].index_select(0, slots)
     if bool(keeps_norm.any()):
         rescaled = BaseSteerVectorAlgorithm._renormalize(value, value + change) - value
         change = torch.where(keeps_norm.unsqueeze(1), rescaled, change)
@@ -162,9 +210,9 @@ def router_change(
 
 
 def kept_share(rows: torch.Tensor | slice, lanes: Lanes, gates: GateTable, used_lanes: int) -> torch.Tensor:
-    """The share of the static change that attenuating gates leave, [n] float32, for some rows of the step [n]."""
-    damp = gates.damp[lanes.request[rows].long()][:, : used_lanes - 1]
-    return torch.prod(1.0 - damp * lanes.weight[rows, 1:used_lanes], dim=1)
+    """The share of the static change that attenuating gates leave, [n, 1] float32, for some rows of the step [n]."""
+    damp = gates.damp.index_select(0, rows_of(lanes.request, rows))[:, : used_lanes - 1]
+    return torch.prod(1.0 - damp * rows_of(lanes.weight, rows)[:, 1:used_lanes], dim=1, keepdim=True)
 
 
 def in_range(rows: torch.Tensor) -> torch.Tensor:

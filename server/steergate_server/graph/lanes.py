@@ -35,9 +35,15 @@ class Lanes:
         self.score = torch.full((rows, gates), float("nan"), dtype=torch.float32, device=device)
         self.fired = torch.zeros((rows, gates), dtype=torch.bool, device=device)
         self.forced = torch.zeros((rows, gates), dtype=torch.bool, device=device)
+        # The same memory, for who writes single cells of it.
+        self.flat_weight, self.flat_score, self.flat_fired, self.flat_forced = (
+            tensor.view(-1) for tensor in (self.weight, self.score, self.fired, self.forced)
+        )
 
     def clear(self, start: int, stop: int) -> None:
         """Zero rows `start` to `stop`: no request, no slot, no weight, nothing looked at."""
+        if start >= stop:
+            return
         for tensor in (self.slot, self.locked, self.weight, self.request, self.look, self.fired, self.forced):
             tensor[start:stop] = 0
         self.score[start:stop] = float("nan")

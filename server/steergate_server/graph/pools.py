@@ -8,6 +8,7 @@ the tables of each site say what it means there (tables.py). Slot 0 is "none".
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from math import isfinite
 
 import torch
 
@@ -42,17 +43,21 @@ class Pool:
         return self.rows.shape[1] * self.rows.element_size()
 
     def acquire(self, key: Hashable, make: Callable[[], torch.Tensor]) -> int:
-        """The entry that holds the row of `key`, filled by `make() -> [width]` if it is new. Counts one holder.
+        """The entry that holds the row of `key`, filled by `make() -> [width]` if it is new. Counts one holder; a row
+        of zeros is entry 0, which has none.
 
         Raises CapacityError where no entry is free, OverflowError where a number does not fit the pool's dtype.
         """
         entry = self._entry.get(key)
         if entry is None:
+            row = make().to(self.rows.dtype)
+            low, high = map(float, row.aminmax())
+            if not (isfinite(low) and isfinite(high)):  # both are NaN if any number is
+                raise OverflowError(f"A scaled vector exceeds the range of {self.rows.dtype}")
+            if low == high == 0.0:
+                return 0
             if not self._free:
                 raise CapacityError(f"The payload pool is full: all {self.capacity} rows are in use")
-            row = make().to(self.rows.dtype)
-            if not bool(torch.isfinite(row).all()):
-                raise OverflowError(f"A scaled vector exceeds the range of {self.rows.dtype}")
             entry = self._free.pop()
             self.rows[entry].copy_(row)
             self._entry[key], self._key[entry], self._holders[entry] = entry, key, 0

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from steergate_server.graph.affine import SiteChange
 from steergate_server.graph.pools import CapacityError, Pool
@@ -37,8 +39,8 @@ class SiteTables:
         self.clamp = table() if "clamp" in families else None
         self.bounds = table(3, dtype=torch.float32) if "clamp" in families else None
         self.normalize = table(dtype=torch.bool)
-        self.rank = torch.zeros((sites, slots), dtype=torch.int64)
-        self.complex = torch.zeros((sites, slots), dtype=torch.bool)
+        self.rank: NDArray[np.int64] = np.zeros((sites, slots), dtype=np.int64)
+        self.complex: NDArray[np.bool_] = np.zeros((sites, slots), dtype=bool)
         self._held: dict[tuple[int, int], list[int]] = {}
 
     def write(self, site: int, slot: int, key: Hashable, change: SiteChange) -> None:
@@ -52,8 +54,6 @@ class SiteTables:
         held: list[int] = []
 
         def acquire(part: str, row: torch.Tensor) -> int:
-            if not bool(row.any()):
-                return 0
             held.append(self.pool.acquire((key, part), lambda: row))
             return held[-1]
 
@@ -66,7 +66,12 @@ class SiteTables:
             for entry in held:
                 self.pool.release(entry)
             raise
+        self._held[site, slot] = held
         self.bias[site, slot] = bias
+        self.rank[site, slot] = affine.rank
+        self.complex[site, slot] = affine.rank > 0 or affine.keep != 1.0 or change.clamp is not None or change.normalize
+        if not self.complex[site, slot]:  # the rest is zero
+            return
         if self.reads is not None and self.writes is not None:
             self.reads[site, slot, : affine.rank] = torch.tensor(reads, dtype=torch.int32)
             self.writes[site, slot, : affine.rank] = torch.tensor(writes, dtype=torch.int32)
@@ -77,15 +82,14 @@ class SiteTables:
             bounds = (change.clamp.low, change.clamp.high, change.clamp.strength)
             self.bounds[site, slot] = torch.tensor(bounds, dtype=torch.float32)
         self.normalize[site, slot] = change.normalize
-        self.rank[site, slot] = affine.rank
-        self.complex[site, slot] = affine.rank > 0 or affine.keep != 1.0 or change.clamp is not None or change.normalize
-        self._held[site, slot] = held
 
     def clear(self, site: int, slot: int) -> None:
         """Make a slot mean nothing at a site again, and give its rows back."""
-        for table in (self.bias, self.reads, self.writes, self.forget, self.clamp, self.bounds, self.normalize):
-            if table is not None:
-                table[site, slot] = 0
+        self.bias[site, slot] = 0
+        if self.complex[site, slot]:
+            for table in (self.reads, self.writes, self.forget, self.clamp, self.bounds, self.normalize):
+                if table is not None:
+                    table[site, slot] = 0
         self.rank[site, slot] = 0
         self.complex[site, slot] = False
         for entry in self._held.pop((site, slot), ()):
@@ -115,9 +119,9 @@ class RouterTables:
         assert lowered is not None
         assert plan is not None
         assert draw is not None
-        up = self.pool.acquire((key, "raised"), lambda: raised) if bool(raised.any()) else 0
+        up = self.pool.acquire((key, "raised"), lambda: raised)
         try:
-            down = self.pool.acquire((key, "lowered"), lambda: lowered) if bool(lowered.any()) else 0
+            down = self.pool.acquire((key, "lowered"), lambda: lowered)
         except BaseException:
             self.pool.release(up)
             raise

@@ -11,8 +11,9 @@ from .numbers import StoredPayload
 class Outline(NamedTuple):
     """A payload's outline.
 
-    `widths`: by (hook, layer), elements per row; empty for payloads that name no site; 0 at routers. `shapes`: of every
-    tensor, by its path. `zeros`: paths of the tensors that are all zero. `metadata`: the payload's own.
+    `widths`: by (hook, layer), in execution order, elements per row; empty for payloads that name no site; 0 at
+    routers. `shapes`: of every tensor, by its path. `zeros`: paths of the tensors that are all zero. `metadata`: the
+    payload's own.
     """
 
     digest: str
@@ -30,7 +31,7 @@ class Outline(NamedTuple):
     @property
     def sites(self) -> tuple[tuple[str, int], ...]:
         """(hook, layer) of every site that the payload names, in execution order."""
-        return tuple(sorted(self.widths, key=lambda site: site_order(*site)))
+        return tuple(self.widths)
 
 
 _WIDTH_TENSORS = ("weight", "projector1", "rotate_layer")
@@ -49,7 +50,7 @@ def outline(stored: StoredPayload) -> Outline:
     return Outline(
         digest=stored.digest,
         kind=stored.kind,
-        widths=widths,
+        widths=dict(sorted(widths.items(), key=lambda item: site_order(*item[0]))),
         shapes={path: tensor.shape for path, tensor in stored.numbers.items()},
         zeros=frozenset(path for path, tensor in stored.numbers.items() if not tensor.any()),
         metadata=stored.metadata,

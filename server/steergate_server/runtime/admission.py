@@ -245,24 +245,26 @@ class Admission:
                     f"The clause selects none of the prompt's {len(prompt)} rows, and no generated row.",
                     admitted.where(("vectors", place, "where")),
                 )
-        for stack, selection in zip(plan.stacks, selections, strict=True):
-            self._check_sets(stack, selection, admitted)
-        demand = demand_of(plan, selections, in_graph=self.config.graph_mode == "in_graph")
+        masks = [
+            self._checked_sets(stack, selection, admitted)
+            for stack, selection in zip(plan.stacks, selections, strict=True)
+        ]
+        demand = demand_of(plan, masks, in_graph=self.config.graph_mode == "in_graph")
         problem = shortage(len(demand.slots), rows_by_component(demand.rows), self.facts.capacity)
         if problem is not None:
             raise SteeringError("over_capacity", f"The request can never fit: {problem}.", admitted.where(()))
 
-    def _check_sets(self, stack: Stack, selection: Selection, admitted: Admitted) -> None:
+    def _checked_sets(self, stack: Stack, selection: Selection, admitted: Admitted) -> list[int]:
         """What meets on a row: not too many different sets of vectors, each of which the graph can take."""
         try:
             # Before anything is worked out for each of them.
             masks = selection.distinct(self.facts.capacity.slots_per_request)
         except TooManySetsError as error:
             raise SteeringError("over_capacity", f"The request can never fit: {error}.", admitted.where(())) from None
-        if self.config.graph_mode != "in_graph":
-            return
-        for mask in masks:
-            for site, vectors in stack.at_sites(mask).items():
+        for mask in masks if self.config.graph_mode == "in_graph" else ():
+            at_sites = stack.at_sites(mask)
+            # Most sites have the very same vectors, which are looked at once.
+            for site, vectors in {id(vectors): (site, vectors) for site, vectors in at_sites.items()}.values():
                 problem = lowering_problem(vectors, self.config.graph_max_rank)
                 if problem is not None:
                     raise SteeringError(
@@ -271,6 +273,7 @@ class Admission:
                         "it.",
                         _path_of(vectors[-1], admitted),
                     )
+        return masks
 
     def release(self, digests: Sequence[str]) -> None:
         """Give the payloads of a request back."""

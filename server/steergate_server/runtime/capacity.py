@@ -13,7 +13,6 @@ from typing import NamedTuple
 from steergate_server.algorithms.registry import get_algorithm
 from steergate_server.runtime.gates import added_vectors
 from steergate_server.runtime.plan import Plan, PlannedVector, SiteName
-from steergate_server.runtime.selection import Selection
 from steergate_server.schema.hooks import HOOK_COMPONENTS
 
 
@@ -55,37 +54,44 @@ def rows_by_component(rows: Mapping[tuple[str, Hashable], int]) -> Counter[str]:
     return total
 
 
-def demand_of(plan: Plan, selections: Sequence[Selection], *, in_graph: bool) -> Demand:
-    """What a plan needs, given what the vectors of each of its stacks select.
+def demand_of(plan: Plan, masks: Sequence[Sequence[int]], *, in_graph: bool) -> Demand:
+    """What a plan needs, given the sets of vectors that rows select, for each of its stacks.
 
     in_graph: static vectors live in tables, not in programs. Gates' vectors always do, so that where programs are used
     a gate shares no slot with static vectors of equal content.
     """
     slots: set[Hashable] = set()
     rows: dict[tuple[str, Hashable], int] = {}
-    for stack, selection in zip(plan.stacks, selections, strict=True):
-        for mask in selection.distinct():
-            at_sites = stack.at_sites(mask)
-            slots.add((in_graph, _content(at_sites)))
+    for stack, of_stack in zip(plan.stacks, masks, strict=True):
+        for mask in of_stack:
+            content, needed = _needs(stack.at_sites(mask))
+            slots.add((in_graph, content))
             if in_graph:
-                rows |= _rows(at_sites)
+                rows |= needed
     for gates in [*([gate] for gate in plan.gates), plan.bridge]:
         at_sites = added_vectors(gate for gate in gates if gate.apply == "add")
         if at_sites:
-            slots.add((True, _content(at_sites)))
-            rows |= _rows(at_sites)
+            content, needed = _needs(at_sites)
+            slots.add((True, content))
+            rows |= needed
     return Demand(frozenset(slots), rows)
 
 
-def _content(at_sites: Mapping[SiteName, Sequence[PlannedVector]]) -> Hashable:
-    return tuple(sorted((site, tuple(vector.content for vector in vectors)) for site, vectors in at_sites.items()))
-
-
-def _rows(at_sites: Mapping[SiteName, Sequence[PlannedVector]]) -> dict[tuple[str, Hashable], int]:
-    return {
-        (HOOK_COMPONENTS[site[0]], (site, tuple(vector.content for vector in vectors))): _row_count(vectors)
-        for site, vectors in at_sites.items()
-    }
+def _needs(at_sites: Mapping[SiteName, Sequence[PlannedVector]]) -> tuple[Hashable, dict[tuple[str, Hashable], int]]:
+    """What a slot is known by, and the pool rows that it needs."""
+    # Most sites have the very same vectors, which are looked at once.
+    seen: dict[int, tuple[Hashable, int]] = {}
+    slot: list[Hashable] = []
+    rows: dict[tuple[str, Hashable], int] = {}
+    for site in sorted(at_sites):
+        vectors = at_sites[site]
+        known = seen.get(id(vectors))
+        if known is None:
+            known = seen[id(vectors)] = tuple(vector.content for vector in vectors), _row_count(vectors)
+        at_site = (site, known[0])
+        slot.append(at_site)
+        rows[HOOK_COMPONENTS[site[0]], at_site] = known[1]
+    return tuple(slot), rows
 
 
 def _row_count(vectors: Sequence[PlannedVector]) -> int:
@@ -109,6 +115,7 @@ class Ledger:
         self._slots: Counter[Hashable] = Counter()
         self._rows: Counter[tuple[str, Hashable]] = Counter()
         self._row_counts: dict[tuple[str, Hashable], int] = {}
+        self._total: Counter[str] = Counter()
 
     def holds(self, request_id: str) -> bool:
         """Whether a request has a reservation."""
@@ -122,8 +129,8 @@ class Ledger:
     def fits(self, demand: Demand, capacity: Capacity) -> bool:
         """Whether a demand fits beside what is reserved."""
         slots = len(self._slots) + sum(key not in self._slots for key in demand.slots)
-        rows = rows_by_component(self._row_counts | dict(demand.rows))
-        return shortage(slots, rows, capacity) is None
+        new = rows_by_component({row: count for row, count in demand.rows.items() if row not in self._rows})
+        return shortage(slots, self._total + new, capacity) is None
 
     def needs_new(self, demand: Demand) -> bool:
         """Whether a demand needs anything that is not there already."""
@@ -133,8 +140,11 @@ class Ledger:
         """Reserve a request's demand."""
         self._reserved[request_id] = demand
         self._slots.update(demand.slots)
-        self._rows.update(demand.rows.keys())
-        self._row_counts |= demand.rows
+        for row, count in demand.rows.items():
+            if row not in self._rows:
+                self._row_counts[row] = count
+                self._total[row[0]] += count
+            self._rows[row] += 1
 
     def release(self, request_id: str) -> None:
         """Give a request's reservation back, if it has one."""
@@ -148,4 +158,5 @@ class Ledger:
         for row in demand.rows:
             self._rows[row] -= 1
             if not self._rows[row]:
-                del self._rows[row], self._row_counts[row]
+                self._total[row[0]] -= self._row_counts.pop(row)
+                del self._rows[row]

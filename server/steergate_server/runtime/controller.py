@@ -11,30 +11,30 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from steergate_server.graph.kernels import (
-    Looks,
     all_in_range,
     complete,
     in_range,
     kept_share,
     looks_by_site,
+    rows_of,
     score_gates,
 )
 from steergate_server.graph.lanes import Lanes
 from steergate_server.graph.pools import Pool
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.config import EngineConfig
-from steergate_server.runtime.gates import GateState, carries
+from steergate_server.runtime.gates import GateState, sources_of
 from steergate_server.runtime.geometry import StepGeometry
 from steergate_server.runtime.history import History, replay
 from steergate_server.runtime.live import LiveRequests
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import Plan
-from steergate_server.runtime.reach import StepReach
+from steergate_server.runtime.reach import Reach, StepReach
 from steergate_server.runtime.sites import Site
 from steergate_server.runtime.slots import SlotBook
+from steergate_server.runtime.step import StepLayout
 from steergate_server.runtime.trace import Trace
 from steergate_server.schema.hooks import PROBED_HOOKS
 
@@ -51,15 +51,6 @@ class Evidence(NamedTuple):
     scores: list[float]
     fired: list[bool]
     weights: list[float]
-
-
-class _Spread(NamedTuple):
-    """A request of the step whose static slots are laid out row by row: its rows' place, and where they start."""
-
-    number: int
-    at: int
-    length: int
-    start: int
 
 
 class Controller:
@@ -98,16 +89,13 @@ class Controller:
         self._history: dict[int, tuple[Plan, History]] = {}
         # Requests whose rows left the range in this step, by number, with what happened.
         self._spoiled: dict[int, str] = {}
-        self._idle: NDArray[np.bool_] = np.zeros(len(self.sites), dtype=bool)
-        self._no_rank: NDArray[np.int64] = np.zeros(len(self.sites), dtype=np.int64)
         self._fault: Exception | None = None
-        self._spread: list[_Spread] = []
-        self._reach: StepReach | None = None
-        self._looks: dict[int, Looks] | None = None
+        self._geometry = _NO_ROWS
+        # The layout of the step at hand, None between steps; and that of the last one, if the next may go on with it.
+        self._step: StepLayout | None = None
+        self._layout: StepLayout | None = None
         self._gates_laid = False
-        self._step_rank = self._no_rank
         self._high_water = 0
-        self._end_step()
 
     def _build_device_op(self) -> TritonOp:
         # Needs Triton, which an engine on CPU does without.
@@ -142,6 +130,7 @@ class Controller:
         """A preempted request comes back: its rows are computed again, and its gates follow their history there."""
         live = self._live.get(request_id)
         if live is not None:
+            self._live.version += 1
             self._history[live.number] = (live.plan, history)
             self.state.restore(live.number, history.latched())
 
@@ -172,53 +161,51 @@ class Controller:
         """Lay out the lanes of a step. Nothing of an earlier step is left in them."""
         # First of all: whoever abandons a step that could not be laid out must know whose it was.
         self._geometry = geometry
-        rows = geometry.rows
-        numbers = np.zeros(len(geometry.request_ids), dtype=np.int64)
-        if self._live:
-            for index, request_id in enumerate(geometry.request_ids):
-                live = self._live.get(request_id)
-                if live is not None:
-                    numbers[index] = live.number
-        if not numbers.any():
-            self._end_step()
-            self.lanes.clear(0, self._high_water)
-            self._high_water = 0
-            return
+        layout, self._layout = self._layout, None
+        if layout is not None and layout.goes_on_as(geometry, self._live):
+            layout.position = geometry.starts
+            self.lanes.position[: layout.rows] = torch.from_numpy(geometry.starts)
+        else:
+            layout = self._lay_out(geometry)
+            if layout is None:
+                return
+        if layout.sources is not None:
+            self.lanes.weight[: layout.rows, 1:] = self.state.weights(layout.sources)
+        if self._history:
+            self._lay_history(layout)
+        else:
+            self._layout = layout
+        if self._device_op is not None:
+            self._device_op.open(layout.rows)
+        if self.trace is not None:
+            self.trace.begin(geometry, layout.position)
+        self._step = layout
+
+    def _lay_out(self, geometry: StepGeometry) -> StepLayout | None:
+        """Write the lanes of a step that does not simply go on; None where nothing in it is steered."""
+        numbers = self._live.numbers(geometry.request_ids)
+        rows = geometry.rows if numbers.any() else 0
         self.lanes.clear(rows, self._high_water)
         self._high_water = rows
-        request = np.repeat(numbers, geometry.counts)
-        first = np.concatenate(([0], np.cumsum(geometry.counts)[:-1]))
-        position = np.arange(rows) + np.repeat(geometry.starts - first, geometry.counts)
-        end = self._live.prompt_length[request] - 1
-        phase = (position >= end).astype(np.int64) + (position > end)
-        self._rows, self._geometry, self._numbers = rows, geometry, numbers
-        self._lay_slots(request, phase, first)
-        self.lanes.request[:rows] = torch.from_numpy(request)
-        self.lanes.position[:rows] = torch.from_numpy(position)
-        self.lanes.weight[:rows, 0] = 1.0
-        self._reach = self._looks = None
-        self._open_sites(numbers)
-        if self._device_op is not None:
-            self._device_op.open(rows)
+        if not rows:
+            return None
+        layout, lanes = StepLayout(geometry, numbers, self._live, self._device), self.lanes
+        self._lay_slots(layout)
+        lanes.request[:rows] = torch.from_numpy(layout.request)
+        lanes.position[:rows] = torch.from_numpy(layout.position)
+        lanes.weight[:rows, 0] = 1.0
         # Also in the step after the last gate: nothing of it may be left in the lanes.
-        if self._used_lanes > 1 or self._gates_laid:
-            self._gates_laid = self._used_lanes > 1
-            self._lay_gates(request, phase, first, rows)
-            if self._history:
-                self._lay_history(first, position)
-        if self.trace is not None:
-            self.trace.begin(geometry, position)
+        if layout.used_lanes > 1 or self._gates_laid:
+            self._gates_laid = layout.used_lanes > 1
+            self._lay_gates(layout)
+        return layout
 
-    def _lay_slots(self, request: NDArray[np.int64], phase: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+    def _lay_slots(self, layout: StepLayout) -> None:
         """Lay out the slots of the step's rows, from the tables by phase and from the rows of exact clauses."""
-        live, geometry, rows = self._live, self._geometry, self._rows
-        slots, locked = live.slot_by_phase[request, phase], live.locked_by_phase[request, phase]
-        self._spread = [
-            _Spread(number, int(first[index]), int(geometry.counts[index]), int(geometry.starts[index]))
-            for index, number in enumerate(self._numbers.tolist())
-            if number in live.exact_rows
-        ]
-        for number, at, count, start in self._spread:
+        live, rows = self._live, layout.rows
+        slots = live.slot_by_phase[layout.request, layout.phase]
+        locked = live.locked_by_phase[layout.request, layout.phase]
+        for number, at, count, start in layout.spread:
             exact = live.exact_rows[number]
             if exact.own is not None:
                 slots[at : at + count, 0] = exact.own.rows(start, count)
@@ -227,38 +214,23 @@ class Controller:
         self.lanes.slot[:rows] = torch.from_numpy(slots)
         self.lanes.locked[:rows] = torch.from_numpy(locked)
 
-    def _open_sites(self, numbers: NDArray[np.int64]) -> None:
-        """What the step's requests do at each site, on the host: an op of a site with nothing to do returns at once."""
-        live = self._live
-        self._active = np.any(live.touches[numbers], axis=0)
-        self._probed = np.any(live.probing[numbers], axis=0)
-        self._visited = self._active | self._probed
-        self._step_needs_value = np.any(live.needs_value[numbers], axis=0)
-        self._step_rank = np.max(live.rank[numbers], axis=0)
-        self._used_lanes = 1 + int(live.lane_count[numbers].max())
-        self._attenuated = bool(live.damping[numbers].any())
-        self._locked = bool(live.has_locked[numbers].any())
-
-    def _lay_gates(
-        self, request: NDArray[np.int64], phase: NDArray[np.int64], first: NDArray[np.int64], rows: int
-    ) -> None:
-        source = torch.from_numpy(self._live.source_by_phase[request, phase])
-        first_rows = np.zeros(rows, dtype=bool)
-        first_rows[first] = True
-        lanes = self.lanes
-        lanes.look[:rows] = torch.from_numpy(self._live.look_by_phase[request, phase])
-        lanes.weight[:rows, 1:] = self.state.weights(source, lanes.request[:rows].long(), torch.from_numpy(first_rows))
+    def _lay_gates(self, layout: StepLayout) -> None:
+        lanes, rows = self.lanes, layout.rows
+        source = self._live.source_by_phase[layout.request, layout.phase]
+        layout.sources = sources_of(source, layout.request, layout.first, self._device)
+        lanes.look[:rows] = torch.from_numpy(self._live.look_by_phase[layout.request, layout.phase])
         lanes.score[:rows] = float("nan")
         lanes.fired[:rows] = False
         lanes.forced[:rows] = False
 
-    def _lay_history(self, first: NDArray[np.int64], position: NDArray[np.int64]) -> None:
+    def _lay_history(self, layout: StepLayout) -> None:
         """Let the gates of resumed requests follow their history over the rows of this step that lie within it."""
-        for index, number in enumerate(self._numbers.tolist()):
+        position = layout.position
+        for index, number in enumerate(layout.numbers.tolist()):
             if number not in self._history:
                 continue
             plan, history = self._history[number]
-            at = slice(int(first[index]), int(first[index] + self._geometry.counts[index]))
+            at = slice(int(layout.first[index]), int(layout.first[index] + self._geometry.counts[index]))
             if position[at.start] > history.end:
                 del self._history[number]
                 continue
@@ -272,7 +244,7 @@ class Controller:
     def see_tokens(self, tokens: torch.Tensor) -> None:
         """Settle the static slots that depend on generated tokens; tokens [>= rows]: the step's input ids, on the
         device."""
-        for number, at, count, start in self._spread:
+        for number, at, count, start in self._step.spread if self._step is not None else ():
             length = int(self._live.prompt_length[number])
             skipped = max(0, length - start)
             if skipped >= count:
@@ -292,23 +264,17 @@ class Controller:
         if self._device_op is not None:
             self._steer_on_device(self._device_op, hidden, residual, site)
             return
-        if not self._visited[site]:
+        step = self._step
+        if step is None or not step.visited[site]:
             return
         try:
-            if self._probed[site]:
-                self._probe(hidden, residual, site)
-            if self._active[site]:
-                self._change(hidden, residual, site)
+            if step.probed[site]:
+                self._probe(step, hidden, residual, site)
+            if step.active[site]:
+                self._change(step, hidden, residual, site)
         except Exception as error:
             self._fault = error
-            self._visited = self._idle
-
-    def _probe(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
-        if self._looks is None:
-            self._looks = looks_by_site(self._rows, self.lanes, self.gates)
-        looks = self._looks.get(site)
-        if looks is not None:
-            score_gates(hidden, residual, looks, self.lanes, self.probes.rows)
+            self._step = None
 
     def _steer_on_device(
         self, device_op: TritonOp, hidden: torch.Tensor, residual: torch.Tensor | None, site: int
@@ -317,40 +283,91 @@ class Controller:
             device_op.steer(hidden, residual, site)
         except Exception as error:
             # Between steps graphs are captured: one without the op would replay unsteered for ever.
-            if not self._rows:
+            if self._step is None:
                 raise
             self._fault = error
 
-    def _change(self, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
-        lanes, used = self.lanes, self._used_lanes
-        if self._reach is None:
-            slots = lanes.slot[: self._rows, :used].long()
-            if self._locked:
-                slots = torch.cat((slots, lanes.locked[: self._rows].long().unsqueeze(1)), dim=1)
-            self._reach = StepReach(self.book.touches, slots, lanes.position[: self._rows])
-        active, slots, touched, positions = self._reach.at(site)
-        if not len(slots):
+    def _probe(self, step: StepLayout, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
+        if step.looks is None:
+            step.looks = looks_by_site(step.rows, self.lanes, self.gates)
+        looks = step.looks.get(site)
+        if looks is not None:
+            (probes,) = step.gathered("probes", site, lambda: [self.probes.rows.index_select(0, looks.probe)])
+            score_gates(hidden, residual, looks, self.lanes, probes, forced=bool(self._history))
+
+    def _change(self, step: StepLayout, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
+        reach = self._reach(step, site)
+        rows = reach.rows
+        if not len(reach.slots):
             return
-        value = complete(hidden, residual, active) if self._step_needs_value[site] else None
-        rank = int(self._step_rank[site])
-        change = self.book.change(site, slots[:, 0], value, positions, rank)
-        weight = lanes.weight[active, :used]
-        if self._attenuated:
-            share = kept_share(active, lanes, self.gates, used).unsqueeze(1)
-            weight = torch.cat((share, weight[:, 1:]), dim=1)  # not in place: it may be a view of the lanes
-            change = change * share
-        for lane in range(1, used) if self.book.takes_vectors(site) else ():
-            change = change + weight[:, lane : lane + 1] * self.book.vector_rows(site, slots[:, lane])
-        if self._locked:
-            so_far = None if value is None else value + change
-            change = change + self.book.change(site, slots[:, used], so_far, positions, rank)
-            weight = torch.nn.functional.pad(weight, (0, 1), value=1.0)
-        changed = (hidden[active].float() + change).to(hidden.dtype)
+        before = rows_of(hidden, rows)
+        weight = self._weights(step, rows)
+        if step.needs_value[site]:
+            change = self._computed_change(step, site, complete(hidden, residual, rows), reach, weight)
+        else:
+            change = self._added_change(step, site, reach, weight)
+        changed = (before + change).to(hidden.dtype)
         if not all_in_range(changed):
-            changed = self._refuse_overflow(hidden[active], changed, active)
-        hidden[active] = changed
+            changed = self._refuse_overflow(before, changed, rows)
+        if isinstance(rows, slice):
+            before.copy_(changed)
+        else:
+            hidden.index_copy_(0, rows, changed)
         if self.trace is not None:
-            self.trace.record(self.sites[site], torch.arange(self._rows)[active], slots, touched, weight)
+            self._record(self.trace, step, site, reach, weight)
+
+    def _weights(self, step: StepLayout, rows: torch.Tensor | slice) -> torch.Tensor | None:
+        """What each lane of the rows counts for [n, lanes]; None where there are no gates, so that static steering
+        counts in full. Not to be written to."""
+        if step.used_lanes == 1:
+            return None
+        weight = rows_of(self.lanes.weight, rows)[:, : step.used_lanes]
+        if not step.attenuated:
+            return weight
+        return torch.cat((kept_share(rows, self.lanes, self.gates, step.used_lanes), weight[:, 1:]), dim=1)
+
+    def _added_change(self, step: StepLayout, site: int, reach: Reach, weight: torch.Tensor | None) -> torch.Tensor:
+        """The change [n, width] float32 where every slot is no more than a bias. Not to be written to."""
+        added = step.gathered("added", site, lambda: [self.book.added(site, lane) for lane in reach.entries])
+        change = added[0]
+        if weight is not None:
+            if step.attenuated:
+                change = change * weight[:, :1]
+            for lane in range(1, step.used_lanes):
+                change = torch.addcmul(change, added[lane], weight[:, lane : lane + 1])
+        return change + added[-1] if step.locked else change
+
+    def _computed_change(
+        self, step: StepLayout, site: int, value: torch.Tensor, reach: Reach, weight: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The change [n, width] float32 where a static one depends on the complete rows `value` [n, width]."""
+        book, used, rank = self.book, step.used_lanes, step.rank[site]
+        positions = rows_of(self.lanes.position, reach.rows)
+        change = book.change(site, reach.slots[:, 0], value, positions, rank)
+        if weight is not None:
+            if step.attenuated:
+                change = change * weight[:, :1]
+            # At a router there are no entries: gates' vectors do not act there.
+            added = step.gathered("added", site, lambda: [book.added(site, lane) for lane in reach.entries[1:used]])
+            for lane, vectors in enumerate(added, start=1):
+                change = torch.addcmul(change, vectors, weight[:, lane : lane + 1])
+        if not step.locked:
+            return change
+        return change + book.change(site, reach.slots[:, used], value + change, positions, rank)
+
+    def _record(self, trace: Trace, step: StepLayout, site: int, reach: Reach, weight: torch.Tensor | None) -> None:
+        if weight is None:
+            weight = torch.ones(len(reach.slots), 1)
+        weight = torch.nn.functional.pad(weight, (0, int(step.locked)), value=1.0)
+        trace.record(self.sites[site], torch.arange(step.rows)[reach.rows], reach.slots, reach.touched, weight)
+
+    def _reach(self, step: StepLayout, site: int) -> Reach:
+        if step.reach is None:
+            slots = self.lanes.slot[: step.rows, : step.used_lanes].long()
+            if step.locked:
+                slots = torch.cat((slots, self.lanes.locked[: step.rows].long().unsqueeze(1)), dim=1)
+            step.reach = StepReach(self.book.touches, slots)
+        return step.reach.at(site, *self.book.places[site])
 
     def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
         """Leave values [n, width] that would leave the range as they were; fail the requests of those rows [n].
@@ -371,10 +388,11 @@ class Controller:
         if self._fault is not None:
             raise self._fault
         evidence: dict[str, list[Evidence]] = {}
-        if self._rows and self._used_lanes > 1:
-            last = np.cumsum(self._geometry.counts) - 1
-            self.state.advance(self.lanes, torch.from_numpy(last), torch.from_numpy(self._numbers))
-            evidence = self._evidence(last)
+        step = self._step
+        if step is not None and step.carries:
+            self.state.advance(self.lanes, step.last, step.last_request)
+        if step is not None and step.watched:
+            evidence = self._evidence(step)
         self._end_step()
         return evidence
 
@@ -395,49 +413,35 @@ class Controller:
                     fallen[request_id] = faults[slot]
         return fallen
 
-    def _evidence(self, last: NDArray[np.int64]) -> dict[str, list[Evidence]]:
-        """By request, what its gates saw at the rows that may produce a token: its last one, and before that as many
-        as it has drafts."""
-        geometry = self._geometry
-        wanted = [
-            (request_id, int(last[index]), geometry.drafts.get(request_id, 0))
-            for index, request_id in enumerate(geometry.request_ids)
-            if self._numbers[index] and self._wants_evidence(request_id)
-        ]
-        if not wanted:
-            return {}
+    def _evidence(self, step: StepLayout) -> dict[str, list[Evidence]]:
+        """By watched request, what its gates saw at the rows that may produce a token: its last one, and before that as
+        many as it has drafts."""
+        drafts = self._geometry.drafts
+        wanted = [(request_id, end, drafts.get(request_id, 0)) for request_id, end in step.watched]
+        at = [row for _, end, before in wanted for row in range(end - before, end + 1)]
+        rows = torch.tensor(at, device=self._device)
         lanes = self.lanes
-        rows = torch.tensor([row for _, end, drafts in wanted for row in range(end - drafts, end + 1)])
         columns = (lanes.position, lanes.look, lanes.score, lanes.fired, lanes.weight[:, 1:])
-        seen = iter(zip(*(column[rows].tolist() for column in columns), strict=True))
-        return {request_id: [Evidence(*next(seen)) for _ in range(drafts + 1)] for request_id, _, drafts in wanted}
-
-    def _wants_evidence(self, request_id: str) -> bool:
-        live = self._live.get(request_id)
-        return live is not None and (live.plan.report != "none" or any(map(carries, live.plan.gates)))
+        seen = iter(zip(*(rows_of(column, rows).tolist() for column in columns), strict=True))
+        return {request_id: [Evidence(*next(seen)) for _ in range(before + 1)] for request_id, _, before in wanted}
 
     def _end_step(self) -> None:
         """Between steps every site is the identity: dummy, profile and warm-up runs must see no steering."""
-        self._rows = 0
         if self._device_op is not None:
             self._device_op.open(0)
-        self._fault = None
-        self._reach = self._looks = None
-        self._spread = []
-        self._used_lanes = 1
-        self._attenuated = self._locked = False
-        self._active = self._probed = self._visited = self._step_needs_value = self._idle
-        self._step_rank = self._no_rank
-        self._numbers = np.zeros(0, dtype=np.int64)
-        self._geometry = StepGeometry([], self._numbers, self._numbers)
+        self._step = self._fault = None
+        self._geometry = _NO_ROWS
 
     def abandon_step(self) -> list[str]:
         """Give a step up after a fault of ours: no row is steered; returns the steered requests that were in it."""
         requests = [name for name in self._geometry.request_ids if self._live.get(name) is not None]
         self.take_fallen()
         self._end_step()
+        self._layout = None
         self.lanes.clear(0, self.lanes.slot.shape[0])
         return requests
 
+
+_NO_ROWS = StepGeometry([], np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 _OUT_OF_RANGE = "The steered row left the range of the model's numbers. Use smaller numbers."

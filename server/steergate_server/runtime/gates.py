@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from steergate_server.graph.lanes import BELOW, COSINE, LASTING, SOFT, Lanes
 from steergate_server.runtime.plan import PlannedGate, PlannedVector, SiteName
@@ -40,18 +42,25 @@ def gate_phases(gate: PlannedGate) -> GatePhases:
 
 def added_vectors(gates: Iterable[PlannedGate]) -> dict[SiteName, tuple[PlannedVector, ...]]:
     """What gates that add would add at each site if all of them had weight 1; equal for equal gates in any order."""
+    several = list(gates)
+    if len(several) == 1:
+        return dict.fromkeys(several[0].steer_sites, (_added_vector(several[0]),))
     found: dict[SiteName, list[PlannedVector]] = {}
-    for gate in sorted(gates, key=lambda gate: gate.identity):
-        vector = PlannedVector(
-            algorithm="direct",
-            digest=gate.steer_digest,
-            scale=gate.strength,
-            sites=gate.steer_sites,
-            where=_EVERYWHERE,
-        )
+    for gate in sorted(several, key=lambda gate: gate.identity):
+        vector = _added_vector(gate)
         for site in gate.steer_sites:
             found.setdefault(site, []).append(vector)
     return {site: tuple(vectors) for site, vectors in found.items()}
+
+
+def _added_vector(gate: PlannedGate) -> PlannedVector:
+    return PlannedVector(
+        algorithm="direct",
+        digest=gate.steer_digest,
+        scale=gate.strength,
+        sites=gate.steer_sites,
+        where=_EVERYWHERE,
+    )
 
 
 _EVERYWHERE = Where(prompt="all", generation="all")
@@ -67,6 +76,35 @@ def gate_bits(gate: PlannedGate) -> int:
 def carries(gate: PlannedGate) -> bool:
     """Whether a gate's firings matter to later rows, so that they must outlive a preemption."""
     return gate.when == "probe" and gate.scope != "this_token"
+
+
+class Sources(NamedTuple):
+    """Where the weights of a step's rows come from, [rows, gates] bool on the device: certain, the latch of their
+    request, the firing of the row before; None where no row has one from there. `request` [rows] int64."""
+
+    certain: torch.Tensor
+    latched: torch.Tensor | None
+    follows: torch.Tensor | None
+    request: torch.Tensor
+
+
+def sources_of(
+    source: NDArray[np.int8], request: NDArray[np.int64], first: NDArray[np.int64], device: torch.device
+) -> Sources:
+    """The sources of a step's rows. source [rows, gates]; first: the rows at which a request starts, the only ones that
+    follow directly on the row that `GateState.fired_last` speaks of."""
+    latched, follows = source == LATCHED, np.zeros(source.shape, dtype=bool)
+    follows[first] = source[first] == FIRED_LAST
+
+    def there(mask: NDArray[np.bool_]) -> torch.Tensor:
+        return torch.from_numpy(mask).to(device)
+
+    return Sources(
+        there(source == CERTAIN),
+        there(latched) if latched.any() else None,
+        there(follows) if follows.any() else None,
+        torch.from_numpy(request).to(device),
+    )
 
 
 class GateState:
@@ -89,27 +127,20 @@ class GateState:
         self.latched[request, : len(latched)] = torch.tensor(latched, device=self.latched.device)
         self.fired_last[request] = False
 
-    def weights(self, source: torch.Tensor, request: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
-        """Weights [rows, gates] float32 at the start of a step.
-
-        source [rows, gates] int8; request [rows] int64; first [rows] bool: the row is its request's first in this
-        step, the only one that follows directly on the row that `fired_last` speaks of.
-        """
-        device = self.latched.device
-        source, request, first = source.to(device), request.to(device), first.to(device)
-        follows = self.fired_last[request] & first.unsqueeze(1)
-        on = (source == CERTAIN) | ((source == LATCHED) & self.latched[request]) | ((source == FIRED_LAST) & follows)
+    def weights(self, sources: Sources) -> torch.Tensor:
+        """Weights [rows, gates] float32 at the start of a step."""
+        on = sources.certain
+        if sources.latched is not None:
+            on = on | (sources.latched & self.latched.index_select(0, sources.request))
+        if sources.follows is not None:
+            on = on | (sources.follows & self.fired_last.index_select(0, sources.request))
         return on.float()
 
     def advance(self, lanes: Lanes, last: torch.Tensor, request: torch.Tensor) -> None:
-        """Take the firings of a step over. last [requests of the step] int64: each one's last row; request: numbers.
+        """Take the firings of a step over. last [requests] int64: each one's last row; request: its number, not 0.
 
         A gate looks at one row of a request in a step at most: the prompt end or one generated row, which is the last.
         """
-        device = self.latched.device
-        last, request = last.to(device), request.to(device)
-        fired = lanes.fired[last]
-        self.latched[request] |= fired
-        self.fired_last[request] = fired
-        # Number 0 stands for requests without steering; it must stay empty.
-        self.clear(0)
+        fired = lanes.fired.index_select(0, last)
+        self.latched.index_copy_(0, request, self.latched.index_select(0, request) | fired)
+        self.fired_last.index_copy_(0, request, fired)

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from steergate_server.graph.lanes import GateTable
 from steergate_server.graph.pools import CapacityError, Pool
-from steergate_server.runtime.gates import CERTAIN, added_vectors, gate_bits, gate_phases
+from steergate_server.runtime.gates import CERTAIN, added_vectors, carries, gate_bits, gate_phases
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import Plan, PlannedGate, SiteName, Stack
 from steergate_server.runtime.rows import RowSlots
@@ -69,6 +70,10 @@ class LiveRequests:
         self.lane_count = np.zeros(numbers, dtype=np.int64)
         self.damping = np.zeros(numbers, dtype=bool)
         self.has_locked = np.zeros(numbers, dtype=bool)
+        # Some gate's firings matter to later rows; what its gates see is wanted by the scheduler's books.
+        self.carries, self.watched = np.zeros(numbers, dtype=bool), np.zeros(numbers, dtype=bool)
+        self.version = 0
+        """Changes with every request that comes, goes or resumes."""
         # By site: it acts there, it probes there, it needs the complete row there, and the rank of its change.
         shape = (numbers, len(site_number))
         self.touches, self.probing = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
@@ -80,6 +85,13 @@ class LiveRequests:
     def get(self, request_id: str) -> LiveRequest | None:
         """A live request, or None for one without steering."""
         return self._live.get(request_id)
+
+    def numbers(self, request_ids: Sequence[str]) -> NDArray[np.int64]:
+        """Our number of each request, 0 for one without steering."""
+        if not self._live:
+            return np.zeros(len(request_ids), dtype=np.int64)
+        found = (self._live.get(request_id) for request_id in request_ids)
+        return np.array([0 if live is None else live.number for live in found], dtype=np.int64)
 
     @property
     def gate_total(self) -> int:
@@ -111,6 +123,7 @@ class LiveRequests:
             raise
         self._free_numbers.pop()
         self._live[request_id] = live
+        self.version += 1
 
     def finish(self, request_id: str) -> LiveRequest | None:
         """Release everything that a request held. Unknown ids are requests without steering."""
@@ -118,13 +131,15 @@ class LiveRequests:
         if live is not None:
             self._clear(live)
             self._free_numbers.append(live.number)
+            self.version += 1
         return live
 
     def _clear(self, live: LiveRequest) -> None:
         number = live.number
         for table in (
             self.prompt_length, self.slot_by_phase, self.locked_by_phase, self.source_by_phase, self.look_by_phase,
-            self.lane_count, self.damping, self.has_locked, self.touches, self.probing, self.needs_value, self.rank,
+            self.lane_count, self.damping, self.has_locked, self.carries, self.watched,
+            self.touches, self.probing, self.needs_value, self.rank,
         ):  # fmt: skip
             table[number] = 0
         self.exact_rows.pop(number, None)
@@ -152,6 +167,8 @@ class LiveRequests:
             self._install_bridge(live, len(plan.gates))
         self.prompt_length[number] = len(prompt)
         self.lane_count[number] = len(plan.gates) + bool(plan.bridge)
+        self.carries[number] = any(map(carries, plan.gates))
+        self.watched[number] = self.lane_count[number] and (self.carries[number] or plan.report != "none")
 
     def _install_stack(
         self, live: LiveRequest, stack: Stack, prompt: Sequence[int], max_length: int

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from steergate_server.runtime.selection import Selection, select
@@ -20,7 +22,7 @@ SiteName = tuple[str, int]
 """(hook, layer)."""
 
 
-class PlannedVector(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class PlannedVector(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, dict=True):
     """One static vector: `digest` of its payload, the sites it acts at, the rows its clause selects, and the rank of a
     low-rank payload."""
 
@@ -34,7 +36,7 @@ class PlannedVector(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     rank: int = 0
     label: str | None = None
 
-    @property
+    @cached_property
     def content(self) -> tuple[Any, ...]:
         """What the vector does to a row, wherever it is selected: hashable, and equal for equal numbers."""
         params = msgspec.json.encode(self.params, order="sorted")
@@ -90,6 +92,9 @@ class Stack(NamedTuple):
 
     def at_sites(self, mask: int) -> dict[SiteName, tuple[PlannedVector, ...]]:
         """What acts at each site on a row that selects the vectors of a bit mask, in order, conflicts resolved."""
+        selected = [vector for number, vector in enumerate(self.vectors) if mask >> number & 1]
+        if len(selected) == 1:
+            return dict.fromkeys(selected[0].sites, (selected[0],))
         found: dict[SiteName, list[PlannedVector]] = {}
         number = 0
         for group in self.groups:
@@ -147,7 +152,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def select(self, prompt: Sequence[int], max_length: int) -> tuple[Selection, Selection]:
         """What the vectors of each stack select of a prompt and at most `max_length` rows in all."""
-        own, locked = (select(stack.clauses, prompt, max_length) for stack in self.stacks)
+        ids = np.asarray(prompt, dtype=np.int64)
+        own, locked = (select(stack.clauses, ids, max_length) for stack in self.stacks)
         return own, locked
 
     @property

@@ -81,7 +81,7 @@ class Selection(NamedTuple):
         return prompt_length + int(later[0]) if len(later) else None
 
 
-def select(clauses: Sequence[Where], prompt: Sequence[int], max_length: int) -> Selection:
+def select(clauses: Sequence[Where], prompt: Sequence[int] | NDArray[np.int64], max_length: int) -> Selection:
     """Resolve the clauses of a plan's vectors against a prompt; `max_length` bounds the rows of the request."""
     length = len(prompt)
     ids = np.asarray(prompt, dtype=np.int64)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from steergate_server.algorithms.base import BaseSteerVectorAlgorithm
 from steergate_server.algorithms.registry import create_algorithm, get_algorithm, works_on_parts
 from steergate_server.graph.affine import Lowered, NotLowerableError, compose
-from steergate_server.graph.kernels import router_change, table_change
+from steergate_server.graph.kernels import added_rows, router_change, table_change
 from steergate_server.graph.pools import Pool, Slots
 from steergate_server.graph.tables import RouterTables, SiteTables
 from steergate_server.runtime.capacity import Capacity
@@ -50,8 +50,9 @@ class SlotBook:
         self._tables: dict[tuple[str, int], SiteTables | RouterTables] = {}
         self._local: list[tuple[SiteTables | RouterTables, int]] = []
         self._build_tables(config, slots, dtype, device)
-        # By site and slot: whether anything is done, whether it takes the complete row, and up to which rank.
+        # By site and slot: whether anything is done. On the host: at which sites a slot in use does anything.
         self.touches = torch.zeros((len(sites), slots), dtype=torch.bool, device=device)
+        self._touched: dict[int, list[int]] = {}
         self._programs: dict[tuple[int, int], list[BaseSteerVectorAlgorithm]] = {}
         self.faults: dict[int, str] = {}
         """Slots whose algorithms failed since the controller last looked, with what happened."""
@@ -97,10 +98,12 @@ class SlotBook:
             self.slots.release(slot, self._clear)
 
     def _build(self, slot: int, content: tuple[tuple[int, Hashable], ...], at_sites: AtSites, in_tables: bool) -> None:
+        touched = self._touched[slot] = []
         try:
             for key, site in zip(content, sorted(at_sites, key=self._number.__getitem__), strict=True):
                 self._install(slot, key, site, at_sites[site], in_tables)
-                self.touches[key[0], slot] = True
+                touched.append(key[0])
+            self.touches[:, slot] = torch.from_numpy(self.sites_of(slot))
         except BaseException:
             self._clear(slot)
             raise
@@ -143,12 +146,11 @@ class SlotBook:
         tables.write(local, slot, key, change)
 
     def _clear(self, slot: int) -> None:
-        for number in range(len(self._sites)):
-            if bool(self.touches[number, slot]):
-                self.touches[number, slot] = False
-                tables, local = self._local[number]
-                tables.clear(local, slot)
-                self._programs.pop((number, slot), None)
+        for number in self._touched.pop(slot):
+            tables, local = self._local[number]
+            tables.clear(local, slot)
+            self._programs.pop((number, slot), None)
+        self.touches[:, slot] = False
         # The slot's next holder is not to blame.
         self.faults.pop(slot, None)
 
@@ -156,25 +158,26 @@ class SlotBook:
 
     def sites_of(self, slot: int) -> NDArray[np.bool_]:
         """By site: whether the slot does anything there."""
-        column: NDArray[np.bool_] = self.touches[:, slot].cpu().numpy().copy()
-        return column
+        found = np.zeros(len(self._sites), dtype=bool)
+        found[self._touched[slot]] = True
+        return found
 
     def needs_value(self, slot: int) -> NDArray[np.bool_]:
         """By site: whether the slot's change there depends on the row."""
-        return np.array(
-            [
-                (number, slot) in self._programs
-                or isinstance(tables, RouterTables)
-                or bool(tables.complex[local, slot])
-                for number, (tables, local) in enumerate(self._local)
-            ]
-        )
+        found = np.zeros(len(self._sites), dtype=bool)
+        for number in self._touched[slot]:
+            tables, local = self._local[number]
+            in_program = (number, slot) in self._programs
+            found[number] = in_program or isinstance(tables, RouterTables) or tables.complex[local, slot]
+        return found
 
     def ranks(self, slot: int) -> NDArray[np.int64]:
         """By site: the rank of the slot's change."""
-        return np.array(
-            [int(tables.rank[local, slot]) if isinstance(tables, SiteTables) else 0 for tables, local in self._local]
-        )
+        found = np.zeros(len(self._sites), dtype=np.int64)
+        for number in self._touched[slot]:
+            tables, local = self._local[number]
+            found[number] = tables.rank[local, slot] if isinstance(tables, SiteTables) else 0
+        return found
 
     @property
     def places(self) -> list[tuple[SiteTables | RouterTables, int]]:
@@ -185,27 +188,25 @@ class SlotBook:
         """Whether gates' vectors can act at a site. At a router none can."""
         return isinstance(self._local[site][0], SiteTables)
 
-    def vector_rows(self, site: int, slots: torch.Tensor) -> torch.Tensor:
-        """The additive rows [n, width] float32 of slots [n] that are no more than a bias at a site: gates' vectors."""
-        tables, local = self._local[site]
+    def added(self, site: int, entries: torch.Tensor) -> torch.Tensor:
+        """What slots that are no more than a bias at a site add there, [n, width] float32, a copy; entries [n]: of
+        their rows in the pool."""
+        tables = self._local[site][0]
         assert isinstance(tables, SiteTables)
-        return tables.pool.rows[tables.bias[local][slots].long()].float()
+        return added_rows(entries, tables)
 
     def change(
-        self, site: int, slots: torch.Tensor, value: torch.Tensor | None, positions: torch.Tensor, rank: int
+        self, site: int, slots: torch.Tensor, value: torch.Tensor, positions: torch.Tensor, rank: int
     ) -> torch.Tensor:
         """T(x) - x [n, width] float32 of slots [n] at a site.
 
-        value: complete rows [n, width] float32; None where every slot is no more than a bias there. positions [n]:
-        absolute. Where an algorithm fails, its slot's rows are left as they are and the slot is noted in `faults`.
+        value: complete rows [n, width] float32. positions [n]: absolute. Where an algorithm fails, its slot's rows are
+        left as they are and the slot is noted in `faults`.
         """
         tables, local = self._local[site]
         if not self.in_graph:
-            if value is None:  # only gates' vectors act here
-                return torch.zeros((len(slots), self._sites[site].own_width), device=slots.device)
             return self._run_programs(site, slots, value, positions)
         if isinstance(tables, RouterTables):
-            assert value is not None
             return _on_active(value, tables.active[local][slots], slots, positions, local, tables)
         return table_change(value, slots, local, tables, rank)
 

@@ -136,7 +136,7 @@ class SteeringSchedulerMixin:
             return
         longest = self.max_model_len  # type: ignore[attr-defined]
         selections = plan.select(request.prompt_token_ids or (), longest)
-        demand = demand_of(plan, selections, in_graph=self._steering_in_graph)
+        demand = demand_of(plan, [one.distinct() for one in selections], in_graph=self._steering_in_graph)
         row = first_changed_row(plan, selections, request.num_prompt_tokens)
         first_block = None if row is None else row // self.hash_block_size  # type: ignore[attr-defined]
         steered = _Steered(request, turn, demand, first_block)

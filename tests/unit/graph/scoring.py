@@ -20,4 +20,4 @@ def score_gates(
     """Score whoever looks at a site in a step of so many rows."""
     looks = kernels.looks_by_site(rows, lanes, gates).get(site)
     if looks is not None:
-        kernels.score_gates(hidden, residual, looks, lanes, probes)
+        kernels.score_gates(hidden, residual, looks, lanes, probes.index_select(0, looks.probe))

@@ -156,7 +156,9 @@ def test_router_tables_mean_what_the_algorithm_does(seed, count, experts, dtype,
             still = prepared == logits[mine]
             if plan["mode"] != "soft_random":
                 still[:, plan["expert_ids"]] = False
-            assert not change[mine][still & (prepared == logits[mine])].abs().gt(slack.max()).any()
+            # Equal as the dtype rounds: up to half a unit of the largest logit may be behind it.
+            rounding = torch.finfo(dtype).eps * float(before[mine].abs().max())
+            assert not change[mine][still & (prepared == logits[mine])].abs().gt(slack.max() + rounding).any()
         if plan["mode"] in ("soft", "soft_topk"):
             others = [expert for expert in range(experts) if expert not in plan["expert_ids"]]
             assert torch.equal(found[mine][:, others], logits[mine][:, others])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from steergate_server.registry.numbers import StoredPayload
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.controller import Controller
-from steergate_server.runtime.gates import GateState
+from steergate_server.runtime.gates import CERTAIN, FIRED_LAST, LATCHED, NOTHING, GateState, sources_of
 from steergate_server.runtime.history import History
 from steergate_server.runtime.plan import Plan, PlannedGate
 from unit.runtime.world import SITES, STREAM, WIDTH, geometry
@@ -45,11 +46,11 @@ def test_in_a_process_of_its_own(tmp_path, file, interpret):
 
 def test_the_state_of_gates_advances_without_a_question():
     state, lanes = GateState(5, 2, META), Lanes(8, 2, META)
-    source, first = torch.zeros((4, 2), dtype=torch.int8), torch.zeros(4, dtype=torch.bool)
-    weights = state.weights(source, lanes.request[:4].long(), first)
+    source = np.array([[CERTAIN, LATCHED], [FIRED_LAST, NOTHING]] * 2, dtype=np.int8)
+    weights = state.weights(sources_of(source, np.array([1, 1, 2, 2]), np.array([0, 1]), META))
     assert weights.shape == (4, 2)
     assert weights.device == META
-    state.advance(lanes, torch.tensor([1, 3]), torch.tensor([2, 0]))
+    state.advance(lanes, torch.tensor([1, 3], device=META), torch.tensor([2, 1], device=META))
 
 
 @pytest.mark.parametrize("locked", [False, True])
@@ -74,7 +75,7 @@ def test_a_step_asks_the_device_nothing(tmp_path):
         probe_digest=digest, probe_site=STREAM[0],
     )  # fmt: skip
     control.add("a", Plan(gates=(gate,)), [1, 2], 9)
-    control._wants_evidence = lambda _: False  # it is the one thing that is read back
+    control._evidence = lambda _: {}  # it is the one thing that is read back
     control.resume("a", History([[2]], 3))
     for spans in ([("a", 0, 3), ("b", 0, 1)], [("b", 1, 1), ("a", 3, 1)], [("a", 4, 1)]):
         control.begin_step(geometry(spans))

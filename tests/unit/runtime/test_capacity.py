@@ -65,7 +65,8 @@ def plans(vectors):
 
 
 def demand(plan, mode):
-    return demand_of(plan, plan.select([1, 1, 1], LENGTH), in_graph=mode == "in_graph")
+    masks = [selection.distinct() for selection in plan.select([1, 1, 1], LENGTH)]
+    return demand_of(plan, masks, in_graph=mode == "in_graph")
 
 
 def rows_used(control):

@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from steergate_server.graph.pools import Pool
+from steergate_server.graph.tables import SiteTables
 from steergate_server.registry.numbers import StoredPayload
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, VectorGroup
 from steergate_server.runtime.reach import StepReach
 from steergate_server.schema.requests import Where
 from unit.runtime.world import SITES, WIDTH, controller, geometry
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -18,15 +22,18 @@ def test_every_site_finds_the_rows_that_act_there(seed):
     share = (0.0, 0.1, 0.5, 0.95)[seed % 4]
     touches, slots = random.random((4, 9)) < share, random.integers(0, 9, (7, 3))
     touches[3] = True
-    positions = random.integers(0, 99, 7)
-    reach = StepReach(torch.from_numpy(touches), torch.from_numpy(slots), torch.from_numpy(positions))
+    tables = SiteTables(4, 9, Pool(30, 5, torch.float32, CPU), ["additive"], 0, CPU)
+    bias = random.integers(0, 30, (4, 9))
+    tables.bias[:] = torch.from_numpy(bias)
+    reach = StepReach(torch.from_numpy(touches), torch.from_numpy(slots))
     for site in range(4):
         expected = [row for row in range(7) if any(touches[site, slot] for slot in slots[row])]
-        found = reach.at(site)
+        found = reach.at(site, tables, site)
+        assert reach.at(site, tables, site) is found
         assert np.arange(7)[found.rows].tolist() == expected
         assert found.slots.tolist() == slots[expected].tolist()
         assert found.touched.tolist() == [[bool(touches[site, slot]) for slot in slots[row]] for row in expected]
-        assert found.positions.tolist() == positions[expected].tolist()
+        assert [lane.tolist() for lane in found.entries] == bias[site][slots[expected]].T.tolist()
         assert isinstance(found.rows, slice) == (len(expected) == 7)
 
 

@@ -207,7 +207,7 @@ def by_torch(made: Scene, rows: int, hidden: torch.Tensor, residual: torch.Tenso
     if len(active):
         value, rank = complete(hidden, residual, active), made.tables.max_rank
         change = table_change(value, slots[:, 0], LOCAL, made.tables, rank)
-        change = change * kept_share(active, lanes, made.gates, slots.shape[1]).unsqueeze(1)
+        change = change * kept_share(active, lanes, made.gates, slots.shape[1])
         for lane in range(1, slots.shape[1]):
             vectors = made.tables.pool.rows[made.tables.bias[LOCAL][slots[:, lane]].long()].float()
             change = change + lanes.weight[active, lane].unsqueeze(1) * vectors
