@@ -94,25 +94,17 @@ class Run:
 
         groups = []
         mode = modes(self.options)[-1]
-        self.say(f"against hooks, {mode}: starting Hugging Face and SteerGate")
-        with engines("hooks", "steered", mode=mode, **self.settings) as (hooked, steered):
+        self.say(f"against hooks, {mode}: starting Hugging Face, stock vLLM and SteerGate")
+        with engines("hooks", "stock", "steered", mode=mode, **self.settings) as (hooked, stock, steered):
             rounds = 2 if self.options.quick else 5
             for shape in (Shape(8, 32, rounds, 2, 6), Shape(32, 16, rounds, 2, 6)):
-                comparisons = [
-                    comparison(
-                        ALL_LAYERS,
-                        Side(hooked, STOCK.name, shape.batch),
-                        Side(steered, ALL_LAYERS.name, shape.batch),
-                    )
-                ]
+                wanted = [(STOCK, stock, shape.batch), (ALL_LAYERS, steered, shape.batch)]
                 if shape.batch == 32:
-                    comparisons.append(
-                        comparison(
-                            EACH_ITS_OWN,
-                            Side(hooked, STOCK.name, 1),
-                            Side(steered, EACH_ITS_OWN.name, shape.batch),
-                        )
-                    )
+                    wanted += [(STOCK, stock, 1), (EACH_ITS_OWN, steered, 1)]
+                comparisons = [
+                    comparison(scenario, Side(hooked, STOCK.name, theirs), Side(engine, scenario.name, shape.batch))
+                    for scenario, engine, theirs in wanted
+                ]
                 made, complete = measure(comparisons, shape, float("inf"), self._teller("against hooks", shape))
                 groups.append(report.Group(mode, shape, made, complete, comparisons))
         self._show("hooks", groups, report.hooks_table(groups))

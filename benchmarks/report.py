@@ -55,7 +55,7 @@ def serving_table(groups: Sequence[Group]) -> str:
                         f"{ratio.median:.3f}",
                         f"{ratio.low:.3f}-{ratio.high:.3f}",
                         str(ratio.samples),
-                        _verdict(ratio.median, one.scenario.aim, "{:.2f}") if phase == "decode" else "",
+                        _verdict(ratio.median, one.scenario.aim, "{:.2f}") if aimed and phase == "decode" else "",
                     ]
                 )
     return table(head, rows)
@@ -68,6 +68,7 @@ def hooks_table(groups: Sequence[Group]) -> str:
     for group in groups:
         for one in group.comparisons:
             aim = 20.0 if one.other.batch > one.reference.batch else 1.5
+            aimed = one.other.engine.kind == "steered"
             for phase in ("decode", "prefill"):
                 each = 1 if phase == "decode" else group.shape.prompt
                 pairs = [
@@ -86,7 +87,9 @@ def hooks_table(groups: Sequence[Group]) -> str:
                         f"{times[1].median:.2f}",
                         f"{gain.median:.2f}",
                         f"{gain.low:.2f}-{gain.high:.2f}",
-                        f">= {aim:g} {'met' if gain.median >= aim else 'missed'}" if phase == "decode" else "",
+                        f">= {aim:g} {'met' if gain.median >= aim else 'missed'}"
+                        if aimed and phase == "decode"
+                        else "",
                     ]
                 )
     return table(head, rows)

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ._check import check_conversation_id, raise_first, request_problems, wire_bytes
+from ._check import check_conversation_id, checked, raise_first, request_problems, wire_bytes
 from ._gates import Scoped, When, refuse_unfinished
 from ._generated.decode import decode_steering
 from ._generated.errors import SteeringError
@@ -86,8 +86,15 @@ def default_request(plan: Plan) -> SteeringRequest | None:
 
 
 def _request_of(plan: Plan) -> SteeringRequest | None:
-    # What a Steering holds was checked when it was built, and may be large.
-    return plan.request if isinstance(plan, Steering) else _decoded(_sent(plan))
+    if isinstance(plan, Steering):
+        # What it holds was checked when it was built, and may be large.
+        return plan.request
+    sent = _sent(plan)
+    if isinstance(sent, SteeringRequest):
+        return checked(sent, SteeringRequest, "steering")
+    if isinstance(sent, list):
+        return SteeringRequest(gates=checked(sent, list[SteeringGate], "steering"))
+    return _decoded(sent)
 
 
 def _sent(plan: Any) -> Any:
@@ -103,7 +110,7 @@ def _sent(plan: Any) -> Any:
     return list(gates)
 
 
-def _decoded(sent: Any) -> SteeringRequest | None:
+def _decoded(sent: bool) -> SteeringRequest | None:
     try:
         return decode_steering(wire_bytes(sent)) or None
     except SteeringError as error:
