@@ -55,7 +55,7 @@ def serving_table(groups: Sequence[Group]) -> str:
                         f"{ratio.median:.3f}",
                         f"{ratio.low:.3f}-{ratio.high:.3f}",
                         str(ratio.samples),
-                        _verdict(ratio.median, one.scenario.aim, "{:.2f}") if aimed and phase == "decode" else "",
+                        _verdict(ratio.median, one.scenario.aim, "{:.2f}") if phase == "decode" else "",
                     ]
                 )
     return table(head, rows)
