@@ -58,8 +58,8 @@ def measure(
         if number > 1 and time.monotonic() > deadline:
             return number - 1, False
         say("warm-up" if number == 0 else f"round {number} of {shape.rounds}")
-        for one in comparisons:
-            prefill, decode, changed, steps = _round(one, shape, number)
+        for place, one in enumerate(comparisons):
+            prefill, decode, changed, steps = _round(one, shape, number, number * len(comparisons) + place)
             if number == 0:
                 _check_changed(one.scenario, changed)
                 continue
@@ -71,9 +71,12 @@ def measure(
     return shape.rounds, True
 
 
-def _round(one: Comparison, shape: Shape, number: int) -> tuple[Pair, list[Pair], float, tuple[list[float], ...]]:
+def _round(
+    one: Comparison, shape: Shape, number: int, seed: int
+) -> tuple[Pair, list[Pair], float, tuple[list[float], ...]]:
+    """One round of a comparison. seed: of the prompts, another one each time: no prefix may come out of a cache."""
     sides = (one.reference, one.other)
-    loads = [Load(side.scenario, side.batch, shape.prompt, shape.tokens, number) for side in sides]
+    loads = [Load(side.scenario, side.batch, shape.prompt, shape.tokens, seed) for side in sides]
     prefill = [0.0, 0.0]
     for at in _order(number):
         prefill[at] = sides[at].engine.call("begin", loads[at])
