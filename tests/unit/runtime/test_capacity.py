@@ -151,3 +151,28 @@ def test_a_reservation_lasts_until_its_request_ends():
     assert not ledger.fits(Demand(frozenset("de"), {}), capacity)
     ledger.release("s")
     assert ledger.empty
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_fits_is_what_a_count_of_everything_says(seed):
+    """Whatever was reserved and released in whatever order."""
+    rng = np.random.default_rng((seed, 7))
+    ledger, held = Ledger(), {}
+    for step in range(60):
+        chosen = rng.integers(0, 12, rng.integers(1, 4)).tolist()
+        components = ["hidden_states", "attn_heads"]
+        wanted = Demand(frozenset(chosen), {(components[one % 2], one): 1 + one for one in chosen})
+        if held and rng.random() < 0.4:
+            name = str(rng.choice(list(held)))
+            ledger.release(name)
+            del held[name]
+        else:
+            held[str(step)] = wanted
+            ledger.reserve(str(step), wanted)
+        rows = {row: count for one in (*held.values(), wanted) for row, count in one.rows.items()}
+        needed = {name: sum(count for row, count in rows.items() if row[0] == name) for name in components}
+        slots = len(set().union(*(one.slots for one in held.values()), wanted.slots))
+        room = {name: int(rng.integers(max(0, count - 2), count + 3)) for name, count in needed.items()}
+        capacity = Capacity(int(rng.integers(max(0, slots - 1), slots + 2)), room)
+        enough = slots <= capacity.slots and all(needed[name] <= room[name] for name in components)
+        assert ledger.fits(wanted, capacity) == enough
