@@ -37,8 +37,7 @@ class Run:
 
     def measure(self) -> None:
         """Measure what was asked for."""
-        parts = {"serving": self.serving, "hooks": self.hooks, "front": self.front, "imports": self.imports}
-        heavy = {"serving", "hooks"} & set(self.options.only)
+        heavy = {"serving", "hooks", "prefix"} & set(self.options.only)
         if heavy or self.options.profile:
             from benchmarks import model
 
@@ -52,9 +51,9 @@ class Run:
             self.profile()
             return
         # Small things first: they should not meet the ends of large processes.
-        for part in ("imports", "front", "serving", "hooks"):
-            if part in self.options.only:
-                parts[part]()
+        for part in (self.imports, self.front, self.op, self.serving, self.hooks, self.prefix):
+            if part.__name__ in self.options.only:
+                part()
         self.found["environment"]["load_average_after"] = list(os.getloadavg())
         self.found["minutes"] = (time.monotonic() - self.started) / 60
 
@@ -120,6 +119,31 @@ class Run:
             self.found[title.lower()] = [timing._asdict() for timing in timings]
             print(f"\n{report.timing_table(title, timings)}", flush=True)
 
+    def op(self) -> None:
+        """The op of a site by itself."""
+        from benchmarks import op, report
+
+        self.say("the op of a site")
+        timings = op.op(clock(cpu_time=self.options.cpu_time), 7 if self.options.quick else 15, self.options.dtype)
+        self.found["op"] = [{**timing._asdict(), "share": timing.share} for timing in timings]
+        print(f"\n{report.op_table(timings)}", flush=True)
+
+    def prefix(self) -> None:
+        """What is found in the prefix cache of a long prompt that several requests share."""
+        from benchmarks import report
+        from benchmarks.processes import engines
+        from benchmarks.scenarios import DECODE_ONLY, IDLE, STOCK
+
+        mode, length, batch = modes(self.options)[-1], 1500, 8
+        self.say(f"prefix cache, {mode}: starting stock vLLM and SteerGate")
+        with engines("stock", "steered", mode=mode, **self.settings) as (stock, steered):
+            shares = {
+                f"{scenario.name}, {engine.kind}": engine.call("prefix_hits", scenario.name, length, batch, seed)
+                for seed, (scenario, engine) in enumerate([(STOCK, stock), (IDLE, steered), (DECODE_ONLY, steered)])
+            }
+        self.found["prefix"] = {"prompt_tokens": length, "requests": batch, "shares": shares}
+        print(f"\n{report.prefix_table(length, shares)}", flush=True)
+
     def imports(self) -> None:
         """Import time."""
         from benchmarks import imports, report
@@ -134,9 +158,9 @@ class Run:
         from benchmarks.engines import Load
         from benchmarks.processes import engines
         from benchmarks.profiling import describe
-        from benchmarks.scenarios import BY_NAME
+        from benchmarks.scenarios import CONTROL, SERVED
 
-        names = [name for name in BY_NAME if not name.startswith("stock")]
+        names = [one.name for one in SERVED if one is not CONTROL]
         self.found["profile"] = []
         for mode in modes(self.options):
             self.say(f"profile, {mode}: starting SteerGate")

@@ -53,7 +53,7 @@ class StockSession:
             enforce_eager=mode == "eager",
             skip_tokenizer_init=True,
             block_size=32,
-            max_model_len=512,
+            max_model_len=2048,
             max_num_seqs=MOST_REQUESTS,
             max_num_batched_tokens=MOST_ROWS,
             kv_cache_memory_bytes=2**30,
@@ -103,6 +103,29 @@ class StockSession:
             if output.finished:
                 raise RuntimeError(f"a request ended early: {output.outputs[0].finish_reason}")
             self._tokens[output.request_id] = output.outputs[0].token_ids
+
+    def prefix_hits(self, scenario: str, length: int, batch: int, seed: int) -> float:
+        """The share of a prompt's first `length` tokens that requests find in the prefix cache, where one that has the
+        same ran before them."""
+        from vllm import SamplingParams
+
+        load = Load(scenario, batch, length, 4, seed)
+        shared = load.prompts()[0]
+        plans = self.plans(load)
+        found: dict[str, int] = {}
+        for names in ([0], range(1, batch)):
+            for number in names:
+                prompt, plan = [*shared, *range(2 + 16 * number, 18 + 16 * number)], plans[number]
+                extra = None if plan is None else {"steergate": plan}
+                params = SamplingParams(
+                    temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra
+                )
+                self._engine.add_request(f"prefix-{seed}-{number}", {"prompt_token_ids": prompt}, params)
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    found[output.request_id] = output.num_cached_tokens
+        found.pop(f"prefix-{seed}-0")
+        return sum(found.values()) / (length * len(found))
 
     def end(self) -> list[list[int]]:
         """End the load; the tokens of each request."""

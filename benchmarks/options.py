@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PARTS = ("serving", "hooks", "front", "imports")
+PARTS = ("serving", "hooks", "prefix", "op", "front", "imports")
 """What is measured, in order; `--only` picks some."""
 
 

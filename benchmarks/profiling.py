@@ -104,16 +104,16 @@ def _stages(session: Any) -> list[tuple[Any, str, str]]:
             ours, theirs = _ours_and_theirs(type(owner), method)
             found.append((theirs, method, f"vLLM: {method}"))
             found.append((ours, method, f"ours: {'scheduler' if owner is scheduler else 'runner'}.{method}"))
-    controller = runner.steering
+    controller, op = runner.steering, runner.steering._op
     found += [(controller, name, f"ours: Controller.{name}") for name in ("begin_step", "see_tokens", "end_step")]
     found += [
         (controller, "steer", "ours: ops that return at once, and the test of it"),
-        (controller, "_probe", "ours: op, probe"),
-        (controller, "_change", "ours: op, change"),
-        (controller, "_added_change", "ours: op, what is added"),
+        (op, "_probe", "ours: op, probe"),
+        (op, "_change", "ours: op, change"),
+        (op, "_added_change", "ours: op, what is added"),
         (controller.book, "change", "ours: op, change from the tables"),
     ]
-    from steergate_server.runtime import controller as module
+    from steergate_server.runtime import torch_op as module
 
     found += [(module, "all_in_range", "ours: op, range check"), (module, "score_gates", "ours: op, score_gates")]
     return found

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.calls import Timing
+from benchmarks.op import OpTiming
 from benchmarks.options import Shape
 from benchmarks.serving import Comparison
 from benchmarks.spread import Pair, Spread, ratios, spread
@@ -113,6 +114,24 @@ def timing_table(title: str, timings: Sequence[Timing]) -> str:
             ]
         )
     return table([title, unit, "quartiles", "rounds", "aim"], rows)
+
+
+def op_table(timings: Sequence[OpTiming]) -> str:
+    """Time of the op, and the share of the memory's bandwidth that it reaches."""
+    rows = []
+    for timing in timings:
+        found = spread([sample * 1e6 for sample in timing.samples])
+        moved, share = f"{timing.bytes / 1e6:.2f}", f"{timing.share:.0%}"
+        rows.append([timing.name, f"{found.median:.1f}", f"{found.low:.1f}-{found.high:.1f}", moved, share])
+    limit = f"of {timings[0].limit / 1e9:.1f} GB/s"
+    return table(["op of a site, width 4096", "us", "quartiles", "MB to move", limit], rows)
+
+
+def prefix_table(length: int, shares: Mapping[str, float]) -> str:
+    """Shares of a long prompt that were found in the prefix cache."""
+    plain = next(iter(shares.values()))
+    rows = [[name, f"{share:.4f}", "met" if share == plain else "missed"] for name, share in shares.items()]
+    return table([f"prefix cache, {length} tokens shared", "share found", "as stock vLLM"], rows)
 
 
 def _pairs(one: Comparison, shape: Shape, phase: str) -> tuple[list[Pair], float]:

@@ -78,10 +78,21 @@ GATES = tuple(
     for fires in (False, True)
 )
 
+DECODE_ONLY = Scenario(
+    "vectors and gates on the answer",
+    lambda index: {
+        "vectors": [{"steer": {"kind": "name", "name": f"all-{index}"}, "where": {"generation": "all"}}],
+        **_gates(2, ALWAYS),
+    },
+    None,
+    True,
+)
+"""What leaves the prompt alone, another vector for each request."""
+
 SERVED = (CONTROL, IDLE, ONE_LAYER, ALL_LAYERS, EACH_ITS_OWN, *GATES)
 """In the order of the report. `stock again` is a second process of stock vLLM: what two equal processes differ by."""
 
-BY_NAME = {scenario.name: scenario for scenario in (STOCK, *SERVED)}
+BY_NAME = {scenario.name: scenario for scenario in (STOCK, DECODE_ONLY, *SERVED)}
 
 
 def served(batch: int, *, quick: bool) -> list[Scenario]:

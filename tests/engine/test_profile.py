@@ -11,6 +11,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from benchmarks.profiling import _stages
 from steergate_server.runtime.controller import Controller
 from steergate_server.runtime.slots import SlotBook
+from steergate_server.runtime.torch_op import TorchOp
 from steergate_server.vllm_plugin.runner import SteeringRunnerMixin
 from steergate_server.vllm_plugin.scheduler import _SteeringAsyncScheduler, _SteeringSyncScheduler
 
@@ -28,7 +29,7 @@ def bare(kind: type, **members: Any) -> Any:
 
 @pytest.mark.parametrize("scheduler", [_SteeringSyncScheduler, _SteeringAsyncScheduler])
 def test_every_stage_is_there(scheduler: type) -> None:
-    runner = bare(_Runner, steering=bare(Controller, book=bare(SlotBook)))
+    runner = bare(_Runner, steering=bare(Controller, book=bare(SlotBook), _op=bare(TorchOp)))
     worker = SimpleNamespace(worker=SimpleNamespace(model_runner=runner))
     core = SimpleNamespace(scheduler=bare(scheduler), model_executor=SimpleNamespace(driver_worker=worker))
     engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))

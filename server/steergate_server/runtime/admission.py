@@ -16,6 +16,7 @@ from steergate_server.runtime.capacity import demand_of, rows_by_component, shor
 from steergate_server.runtime.config import EngineConfig
 from steergate_server.runtime.conversations import CONVERSATION_SCOPE
 from steergate_server.runtime.default import InstalledDefault, install
+from steergate_server.runtime.gates import reaches
 from steergate_server.runtime.lowering import lowering_problem
 from steergate_server.runtime.plan import (
     Conversation,
@@ -26,7 +27,7 @@ from steergate_server.runtime.plan import (
     VectorGroup,
     fingerprint,
 )
-from steergate_server.runtime.resolve import Resolver, reaches
+from steergate_server.runtime.resolve import Resolver
 from steergate_server.runtime.selection import Selection, TooManySetsError, has_generation_part
 from steergate_server.runtime.sources import ModelFacts, ParamWriter, Path, param_writer
 from steergate_server.schema.errors import SteeringError

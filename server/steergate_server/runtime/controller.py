@@ -12,15 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from steergate_server.graph.kernels import (
-    all_in_range,
-    complete,
-    in_range,
-    kept_share,
-    looks_by_site,
-    rows_of,
-    score_gates,
-)
 from steergate_server.graph.lanes import Lanes
 from steergate_server.graph.pools import Pool
 from steergate_server.registry.spool import Spool
@@ -31,10 +22,10 @@ from steergate_server.runtime.history import History, replay
 from steergate_server.runtime.live import LiveRequests
 from steergate_server.runtime.payloads import PayloadCache
 from steergate_server.runtime.plan import Plan
-from steergate_server.runtime.reach import Reach, StepReach
 from steergate_server.runtime.sites import Site
 from steergate_server.runtime.slots import SlotBook
 from steergate_server.runtime.step import StepLayout
+from steergate_server.runtime.torch_op import TorchOp
 from steergate_server.runtime.trace import Trace
 from steergate_server.schema.hooks import PROBED_HOOKS
 
@@ -85,10 +76,9 @@ class Controller:
         self.gates = self._live.gates
         self.state = GateState(numbers, lanes, device)
         self.trace = Trace() if config.trace else None
+        self._op = TorchOp(self.sites, self.book, self.lanes, self.gates, self.probes, self.trace)
         self._device_op = self._build_device_op() if device.type == "cuda" and self.book.in_graph else None
         self._history: dict[int, tuple[Plan, History]] = {}
-        # Requests whose rows left the range in this step, by number, with what happened.
-        self._spoiled: dict[int, str] = {}
         self._fault: Exception | None = None
         self._geometry = _NO_ROWS
         # The layout of the step at hand, None between steps; and that of the last one, if the next may go on with it.
@@ -171,7 +161,8 @@ class Controller:
                 return
         if layout.sources is not None:
             self.lanes.weight[: layout.rows, 1:] = self.state.weights(layout.sources)
-        if self._history:
+        layout.replays = bool(self._history)
+        if layout.replays:
             self._lay_history(layout)
         else:
             self._layout = layout
@@ -268,10 +259,7 @@ class Controller:
         if step is None or not step.visited[site]:
             return
         try:
-            if step.probed[site]:
-                self._probe(step, hidden, residual, site)
-            if step.active[site]:
-                self._change(step, hidden, residual, site)
+            self._op.steer(step, hidden, residual, site)
         except Exception as error:
             self._fault = error
             self._step = None
@@ -286,99 +274,6 @@ class Controller:
             if self._step is None:
                 raise
             self._fault = error
-
-    def _probe(self, step: StepLayout, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
-        if step.looks is None:
-            step.looks = looks_by_site(step.rows, self.lanes, self.gates)
-        looks = step.looks.get(site)
-        if looks is not None:
-            (probes,) = step.gathered("probes", site, lambda: [self.probes.rows.index_select(0, looks.probe)])
-            score_gates(hidden, residual, looks, self.lanes, probes, forced=bool(self._history))
-
-    def _change(self, step: StepLayout, hidden: torch.Tensor, residual: torch.Tensor | None, site: int) -> None:
-        reach = self._reach(step, site)
-        rows = reach.rows
-        if not len(reach.slots):
-            return
-        before = rows_of(hidden, rows)
-        weight = self._weights(step, rows)
-        if step.needs_value[site]:
-            change = self._computed_change(step, site, complete(hidden, residual, rows), reach, weight)
-        else:
-            change = self._added_change(step, site, reach, weight)
-        changed = (before + change).to(hidden.dtype)
-        if not all_in_range(changed):
-            changed = self._refuse_overflow(before, changed, rows)
-        if isinstance(rows, slice):
-            before.copy_(changed)
-        else:
-            hidden.index_copy_(0, rows, changed)
-        if self.trace is not None:
-            self._record(self.trace, step, site, reach, weight)
-
-    def _weights(self, step: StepLayout, rows: torch.Tensor | slice) -> torch.Tensor | None:
-        """What each lane of the rows counts for [n, lanes]; None where there are no gates, so that static steering
-        counts in full. Not to be written to."""
-        if step.used_lanes == 1:
-            return None
-        weight = rows_of(self.lanes.weight, rows)[:, : step.used_lanes]
-        if not step.attenuated:
-            return weight
-        return torch.cat((kept_share(rows, self.lanes, self.gates, step.used_lanes), weight[:, 1:]), dim=1)
-
-    def _added_change(self, step: StepLayout, site: int, reach: Reach, weight: torch.Tensor | None) -> torch.Tensor:
-        """The change [n, width] float32 where every slot is no more than a bias. Not to be written to."""
-        added = step.gathered("added", site, lambda: [self.book.added(site, lane) for lane in reach.entries])
-        change = added[0]
-        if weight is not None:
-            if step.attenuated:
-                change = change * weight[:, :1]
-            for lane in range(1, step.used_lanes):
-                change = torch.addcmul(change, added[lane], weight[:, lane : lane + 1])
-        return change + added[-1] if step.locked else change
-
-    def _computed_change(
-        self, step: StepLayout, site: int, value: torch.Tensor, reach: Reach, weight: torch.Tensor | None
-    ) -> torch.Tensor:
-        """The change [n, width] float32 where a static one depends on the complete rows `value` [n, width]."""
-        book, used, rank = self.book, step.used_lanes, step.rank[site]
-        positions = rows_of(self.lanes.position, reach.rows)
-        change = book.change(site, reach.slots[:, 0], value, positions, rank)
-        if weight is not None:
-            if step.attenuated:
-                change = change * weight[:, :1]
-            # At a router there are no entries: gates' vectors do not act there.
-            added = step.gathered("added", site, lambda: [book.added(site, lane) for lane in reach.entries[1:used]])
-            for lane, vectors in enumerate(added, start=1):
-                change = torch.addcmul(change, vectors, weight[:, lane : lane + 1])
-        if not step.locked:
-            return change
-        return change + book.change(site, reach.slots[:, used], value + change, positions, rank)
-
-    def _record(self, trace: Trace, step: StepLayout, site: int, reach: Reach, weight: torch.Tensor | None) -> None:
-        if weight is None:
-            weight = torch.ones(len(reach.slots), 1)
-        weight = torch.nn.functional.pad(weight, (0, int(step.locked)), value=1.0)
-        trace.record(self.sites[site], torch.arange(step.rows)[reach.rows], reach.slots, reach.touched, weight)
-
-    def _reach(self, step: StepLayout, site: int) -> Reach:
-        if step.reach is None:
-            slots = self.lanes.slot[: step.rows, : step.used_lanes].long()
-            if step.locked:
-                slots = torch.cat((slots, self.lanes.locked[: step.rows].long().unsqueeze(1)), dim=1)
-            step.reach = StepReach(self.book.touches, slots)
-        return step.reach.at(site, *self.book.places[site])
-
-    def _refuse_overflow(self, before: torch.Tensor, changed: torch.Tensor, rows: torch.Tensor | slice) -> torch.Tensor:
-        """Leave values [n, width] that would leave the range as they were; fail the requests of those rows [n].
-
-        Not only for their own sake: the keys and values of such a row would stay behind in freed KV blocks, where an
-        attention that multiplies them by zero makes a neighbour's answer NaN, too.
-        """
-        spoiled = ~in_range(changed) & in_range(before)
-        for number in set(self.lanes.request[rows][spoiled].tolist()):
-            self._spoiled[number] = _OUT_OF_RANGE
-        return torch.where(spoiled.unsqueeze(1), before, changed)
 
     def end_step(self) -> dict[str, list[Evidence]]:
         """Advance the gates' state after the forward; return the evidence of requests that want a report.
@@ -400,14 +295,14 @@ class Controller:
         """Requests whose steering failed since the last call, with what happened."""
         if self._device_op is not None:
             self.book.faults |= dict.fromkeys(self._device_op.take_faults(), _OUT_OF_RANGE)
-        if not self.book.faults and not self._spoiled:
+        if not self.book.faults and not self._op.spoiled:
             return {}
         faults, self.book.faults = self.book.faults, {}
-        spoiled, self._spoiled = self._spoiled, {}
+        spoiled, self._op.spoiled = self._op.spoiled, set()
         fallen = {}
         for request_id, live in self._live.items():
             if live.number in spoiled:
-                fallen[request_id] = spoiled[live.number]
+                fallen[request_id] = _OUT_OF_RANGE
             for slot in live.slots:
                 if slot in faults:
                     fallen[request_id] = faults[slot]
@@ -422,7 +317,7 @@ class Controller:
         rows = torch.tensor(at, device=self._device)
         lanes = self.lanes
         columns = (lanes.position, lanes.look, lanes.score, lanes.fired, lanes.weight[:, 1:])
-        seen = iter(zip(*(rows_of(column, rows).tolist() for column in columns), strict=True))
+        seen = iter(zip(*(column.index_select(0, rows).tolist() for column in columns), strict=True))
         return {request_id: [Evidence(*next(seen)) for _ in range(before + 1)] for request_id, _, before in wanted}
 
     def _end_step(self) -> None:

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from steergate_server.graph.lanes import BELOW, COSINE, LASTING, SOFT, Lanes
 from steergate_server.runtime.plan import PlannedGate, PlannedVector, SiteName
-from steergate_server.runtime.selection import PHASES
+from steergate_server.runtime.selection import PHASES, reachable_phases
+from steergate_server.schema.hooks import site_order
 from steergate_server.schema.requests import Where
 
 NOTHING, CERTAIN, LATCHED, FIRED_LAST = 0, 1, 2, 3
@@ -38,6 +39,17 @@ def gate_phases(gate: PlannedGate) -> GatePhases:
         return GatePhases((NOTHING, CERTAIN if at_end else NOTHING, CERTAIN if generated else NOTHING), look)
     carried = {"this_token": NOTHING, "next_step": FIRED_LAST}.get(gate.scope, LATCHED)
     return GatePhases((NOTHING, NOTHING, carried), look)
+
+
+def reaches(gate: PlannedGate, vector: PlannedVector) -> bool:
+    """Whether an attenuating gate can ever meet a static vector: a row that both touch, at a site in reach."""
+    selected = reachable_phases(vector.where)
+    if not any(selected[phase] for phase in gate_phases(gate).reach):
+        return False
+    if gate.probe_site is None or gate.scope != "this_token":
+        return True
+    probe = gate.probe_site
+    return any(site_order(*site) >= site_order(*probe) for site in vector.sites)
 
 
 def added_vectors(gates: Iterable[PlannedGate]) -> dict[SiteName, tuple[PlannedVector, ...]]:

@@ -13,9 +13,7 @@ from steergate_server.algorithms.registry import get_algorithm, works_on_parts
 from steergate_server.capabilities import ALGORITHM_CAPABILITIES, AlgorithmCapabilities
 from steergate_server.registry.names import NameIndex
 from steergate_server.runtime.config import EngineConfig
-from steergate_server.runtime.gates import gate_phases
 from steergate_server.runtime.plan import PlannedGate, PlannedVector, SiteName
-from steergate_server.runtime.selection import reachable_phases
 from steergate_server.runtime.sources import ModelFacts, ParamWriter, Path, Place, Resolved, Sources, pick
 from steergate_server.schema.errors import SteeringError, format_path
 from steergate_server.schema.hooks import HOOK_COMPONENTS, site_name, site_order
@@ -385,17 +383,6 @@ def _refuse_overlaps(vectors: Sequence[PlannedVector], numbers: Sequence[int], w
                     "is `error`. Make the clauses disjoint, or choose another conflict.",
                     where(("vectors", numbers[later])),
                 )
-
-
-def reaches(gate: PlannedGate, vector: PlannedVector) -> bool:
-    """Whether an attenuating gate can ever meet a static vector: a row that both touch, at a site in reach."""
-    selected = reachable_phases(vector.where)
-    if not any(selected[phase] for phase in gate_phases(gate).reach):
-        return False
-    if gate.probe_site is None or gate.scope != "this_token":
-        return True
-    probe = gate.probe_site
-    return any(site_order(*site) >= site_order(*probe) for site in vector.sites)
 
 
 def _apply_name(apply: AddApply | AttenuateApply | ObserveApply) -> Literal["add", "attenuate", "observe"]:

@@ -70,6 +70,8 @@ class StepLayout:
         steered = numbers > 0
         self.last = torch.from_numpy(last[steered]).to(device)
         self.last_request = torch.from_numpy(numbers[steered]).to(device)
+        self.replays = False
+        """Some row was computed before, so that its firings are forced."""
         self.sources: Sources | None = None
         self.reach: StepReach | None = None
         self.looks: dict[int, Looks] | None = None

@@ -21,13 +21,12 @@ from vllm.v1.request import Request, RequestStatus
 
 from steergate_server.algorithms.extensions import load_extensions
 from steergate_server.registry.spool import Spool
-from steergate_server.runtime.books import RequestBook
 from steergate_server.runtime.capacity import Capacity, Demand, Ledger, demand_of
 from steergate_server.runtime.config import SPOOL_ENVIRONMENT, engine_config
 from steergate_server.runtime.controller import Evidence
-from steergate_server.runtime.conversations import Conversations, Latching, Turn
+from steergate_server.runtime.conversations import Conversations, Latching
 from steergate_server.runtime.engine_status import EngineStatus, store_status
-from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row, tagged_extension
+from steergate_server.runtime.identity import Epochs, cache_identity, first_changed_row
 from steergate_server.runtime.latches import Latches
 from steergate_server.runtime.plan import Plan, decode_plan, encode_plan
 from steergate_server.schema.errors import SteeringError
@@ -40,48 +39,11 @@ from steergate_server.vllm_plugin.carrier import (
     plan_bytes,
     with_plan,
 )
+from steergate_server.vllm_plugin.steered import Steered, mix_identity
 
 logger = init_logger(__name__)
 
 Failure = dict[str, Any]
-
-
-class _Steered:
-    """What the scheduler keeps of one steered request."""
-
-    __slots__ = (
-        "book",
-        "bridge",
-        "client_index",
-        "demand",
-        "first_block",
-        "identity",
-        "latching",
-        "looked_up",
-        "plain",
-        "plan",
-        "ran",
-        "reports",
-        "request",
-        "started",
-    )
-
-    def __init__(self, request: Request, turn: Turn, demand: Demand, first_block: int | None) -> None:
-        self.request = request
-        self.plan = turn.plan
-        self.ran = turn.ran
-        self.bridge = turn.plan.bridge
-        self.latching = turn.latching
-        self.demand = demand
-        self.first_block = first_block
-        self.plain = request._block_hasher
-        self.identity = b""
-        self.started: int | None = None
-        # The step in which it last looked for cached blocks: when it started, or when it resumed.
-        self.looked_up = 0
-        self.client_index = request.client_index
-        self.reports = turn.plan.report != "none"
-        self.book = RequestBook(turn.plan) if turn.plan.gates or self.reports else None
 
 
 class SteeringSchedulerMixin:
@@ -89,7 +51,7 @@ class SteeringSchedulerMixin:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._steered: dict[str, _Steered] = {}
+        self._steered: dict[str, Steered] = {}
         self._steering_failures: dict[str, Failure] = {}
         self._epochs = Epochs()
         self._steering_step = 0
@@ -139,21 +101,21 @@ class SteeringSchedulerMixin:
         demand = demand_of(plan, [one.distinct() for one in selections], in_graph=self._steering_in_graph)
         row = first_changed_row(plan, selections, request.num_prompt_tokens)
         first_block = None if row is None else row // self.hash_block_size  # type: ignore[attr-defined]
-        steered = _Steered(request, turn, demand, first_block)
+        steered = Steered(request, turn, demand, first_block)
         self._steered[request.request_id] = steered
         self._identify(steered)
 
     def _refuse(self, request: Request, error: SteeringError) -> None:
         self._steering_failures[request.request_id] = failure(error)
         # Whatever it computes until it is ended is not what its plan says.
-        _mix_identity(request, request._block_hasher, 0, request.request_id.encode())
+        mix_identity(request, request._block_hasher, 0, request.request_id.encode())
 
-    def _identify(self, steered: _Steered) -> None:
+    def _identify(self, steered: Steered) -> None:
         """Key a request's blocks by what its plan does."""
         identity = cache_identity(steered.plan, steered.request.num_prompt_tokens)
         steered.identity = self._epochs.current(identity)
         if steered.first_block is not None:
-            _mix_identity(steered.request, steered.plain, steered.first_block, steered.identity)
+            mix_identity(steered.request, steered.plain, steered.first_block, steered.identity)
 
     # A step -----------------------------------------------------------------------------------------------------
 
@@ -378,22 +340,6 @@ class SteeringSchedulerMixin:
         self._steered.pop(request_id, None)
         self._ledger.release(request_id)
         self._conversations.close_turn(request_id)
-
-
-def _mix_identity(request: Request, plain: Any, first_block: int, identity: bytes) -> None:
-    """Key a request's blocks from `first_block` on by an identity: those hashed already, and those to come.
-
-    plain: vLLM's own hasher, which keys the blocks before.
-    """
-    if plain is None:  # prefix caching is off
-        return
-
-    def hasher(request: Request) -> list[Any]:
-        return tagged_extension(lambda: plain(request), request.block_hashes, first_block, identity)
-
-    del request.block_hashes[first_block:]
-    request._block_hasher = hasher
-    request.update_block_hashes()
 
 
 class _SteeringSyncScheduler(SteeringSchedulerMixin, Scheduler):
