@@ -84,8 +84,6 @@ def affine_of(family: str, tables: Tables, width: int) -> Affine:
 
 def then(first: Affine, second: Affine) -> Affine:
     """One map after another as one map; sums in float64, rounded once."""
-    if first.rank == 0 and first.keep == 1.0 and not bool(first.bias.any()):
-        return _trimmed(second)
     p1, q1, b1 = first.reads.double(), first.writes.double(), first.bias.double()
     p2, q2, b2 = second.reads.double(), second.writes.double(), second.bias.double()
     reads = torch.cat((p1, first.keep * p2 + (p2 @ q1.T) @ p1))
@@ -120,21 +118,22 @@ def compose(vectors: list[Lowered], width: int) -> SiteChange:
 
     A clamp or a rescaling can only come last: what follows would have to see its result.
     """
-    change = SiteChange(identity(width))
+    change: SiteChange | None = None
     for vector in vectors:
-        if change.clamp is not None:
+        if change is not None and change.clamp is not None:
             raise NotLowerableError("a clamp before another vector has no closed form")
-        if change.normalize:
+        if change is not None and change.normalize:
             raise NotLowerableError("normalize before another vector has no closed form")
+        before = None if change is None else change.affine
         if vector.family == "clamp":
-            change = change._replace(clamp=_clamp_of(vector.tables), normalize=vector.normalize)
-        else:
-            affine = then(change.affine, affine_of(vector.family, vector.tables, width))
-            if vector.normalize and len(vectors) > 1:
-                # The norm to keep is that of the row as this vector sees it, not as the site got it.
-                raise NotLowerableError("normalize beside another vector has no closed form")
-            change = SiteChange(affine, normalize=vector.normalize)
-    return change
+            change = SiteChange(before or identity(width), _clamp_of(vector.tables), vector.normalize)
+            continue
+        own = affine_of(vector.family, vector.tables, width)
+        if vector.normalize and len(vectors) > 1:
+            # The norm to keep is that of the row as this vector sees it, not as the site got it.
+            raise NotLowerableError("normalize beside another vector has no closed form")
+        change = SiteChange(_trimmed(own) if before is None else then(before, own), normalize=vector.normalize)
+    return change or SiteChange(identity(width))
 
 
 def _clamp_of(tables: Tables) -> Clamp:

@@ -7,7 +7,7 @@ the tables of each site say what it means there (tables.py). Slot 0 is "none".
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from math import isfinite
 
 import torch
@@ -43,26 +43,41 @@ class Pool:
         return self.rows.shape[1] * self.rows.element_size()
 
     def acquire(self, key: Hashable, make: Callable[[], torch.Tensor]) -> int:
-        """The entry that holds the row of `key`, filled by `make() -> [width]` if it is new. Counts one holder; a row
+        """As `acquire_all` for a single row, which is made only where it is new."""
+        return self.acquire_all([(key, self.rows[0] if key in self._entry else make())])[0]
+
+    def acquire_all(self, wanted: Sequence[tuple[Hashable, torch.Tensor]]) -> list[int]:
+        """The entries of rows `[width]`, each known by its key; new ones are filled. Counts one holder for each; a row
         of zeros is entry 0, which has none.
 
-        Raises CapacityError where no entry is free, OverflowError where a number does not fit the pool's dtype.
+        Raises CapacityError where not enough entries are free, OverflowError where a number does not fit the pool's
+        dtype; nothing is held then.
         """
-        entry = self._entry.get(key)
-        if entry is None:
-            row = make().to(self.rows.dtype)
-            low, high = map(float, row.aminmax())
-            if not (isfinite(low) and isfinite(high)):  # both are NaN if any number is
-                raise OverflowError(f"A scaled vector exceeds the range of {self.rows.dtype}")
-            if low == high == 0.0:
-                return 0
-            if not self._free:
-                raise CapacityError(f"The payload pool is full: all {self.capacity} rows are in use")
-            entry = self._free.pop()
-            self.rows[entry].copy_(row)
-            self._entry[key], self._key[entry], self._holders[entry] = entry, key, 0
-        self._holders[entry] += 1
-        return entry
+        fresh = {key: row for key, row in wanted if key not in self._entry}
+        if fresh:
+            self._fill(list(fresh), torch.stack(list(fresh.values())).to(self.rows.dtype))
+        entries = [self._entry.get(key, 0) for key, _ in wanted]
+        for entry in entries:
+            if entry:
+                self._holders[entry] += 1
+        return entries
+
+    def _fill(self, keys: list[Hashable], rows: torch.Tensor) -> None:
+        """Take entries for rows [n, width] that are not zero, and copy all of them at once."""
+        lows, highs = (bound.tolist() for bound in rows.aminmax(dim=1))
+        if not all(isfinite(low) and isfinite(high) for low, high in zip(lows, highs, strict=True)):
+            raise OverflowError(f"A scaled vector exceeds the range of {self.rows.dtype}")
+        there = [at for at, (low, high) in enumerate(zip(lows, highs, strict=True)) if low != 0.0 or high != 0.0]
+        if not there:
+            return
+        if len(there) > len(self._free):
+            raise CapacityError(f"The payload pool is full: {self.used} of {self.capacity} rows are in use")
+        entries = [self._free.pop() for _ in there]
+        device = self.rows.device
+        kept = rows if len(there) == len(keys) else rows[there]
+        self.rows.index_copy_(0, torch.tensor(entries, device=device), kept.to(device))
+        for at, entry in zip(there, entries, strict=True):
+            self._entry[keys[at]], self._key[entry], self._holders[entry] = entry, keys[at], 0
 
     def release(self, entry: int) -> None:
         """Give one hold back. The row is zeroed and freed with its last holder. Entry 0 is nobody's."""

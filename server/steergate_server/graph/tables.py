@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from itertools import islice
 
 import numpy as np
 import torch
@@ -43,42 +44,48 @@ class SiteTables:
         self.complex: NDArray[np.bool_] = np.zeros((sites, slots), dtype=bool)
         self._held: dict[tuple[int, int], list[int]] = {}
 
-    def write(self, site: int, slot: int, key: Hashable, change: SiteChange) -> None:
-        """Make a slot mean a change at a site. `key` stands for its content. Nothing is held if it raises.
+    def write(self, slot: int, changes: Sequence[tuple[int, Hashable, SiteChange]]) -> None:
+        """Make a slot mean a change at each of some sites: (site, key that stands for the change's content, change).
+        Nothing is held if it raises.
 
-        Raises CapacityError where the pool is full or the rank does not fit, OverflowError as `Pool.acquire`.
+        Raises CapacityError where the pool is full or a rank does not fit, OverflowError as `Pool.acquire_all`.
         """
+        wanted: list[tuple[Hashable, torch.Tensor]] = []
+        for _, key, change in changes:
+            affine = change.affine
+            if affine.rank > self.max_rank:
+                raise CapacityError(f"rank {affine.rank} exceeds the tables' rank {self.max_rank}")
+            wanted.append(((key, "bias"), affine.bias))
+            wanted += [((key, f"read{term}"), row) for term, row in enumerate(affine.reads)] if affine.rank else ()
+            wanted += [((key, f"write{term}"), row) for term, row in enumerate(affine.writes)] if affine.rank else ()
+            if change.clamp is not None:
+                wanted.append(((key, "clamp"), change.clamp.direction))
+        entries = iter(self.pool.acquire_all(wanted))
+        biases = []
+        for site, _, change in changes:
+            rank = change.affine.rank
+            held = list(islice(entries, 1 + 2 * rank + (change.clamp is not None)))
+            self._held[site, slot] = held
+            biases.append(held[0])
+            self.rank[site, slot] = rank
+            self.complex[site, slot] = (
+                rank > 0 or change.affine.keep != 1.0 or change.clamp is not None or change.normalize
+            )
+            if self.complex[site, slot]:
+                self._write_complex(site, slot, change, held)
+        sites = torch.tensor([site for site, _, _ in changes])
+        self.bias[sites, slot] = torch.tensor(biases, dtype=torch.int32, device=self.bias.device)
+
+    def _write_complex(self, site: int, slot: int, change: SiteChange, held: Sequence[int]) -> None:
+        """What is more than a bias; held: the entries of the bias, the reads, the writes and the clamp."""
         affine = change.affine
-        if affine.rank > self.max_rank:
-            raise CapacityError(f"rank {affine.rank} exceeds the tables' rank {self.max_rank}")
-        held: list[int] = []
-
-        def acquire(part: str, row: torch.Tensor) -> int:
-            held.append(self.pool.acquire((key, part), lambda: row))
-            return held[-1]
-
-        try:
-            bias = acquire("bias", affine.bias)
-            reads = [acquire(f"read{term}", row) for term, row in enumerate(affine.reads)]
-            writes = [acquire(f"write{term}", row) for term, row in enumerate(affine.writes)]
-            clamp = acquire("clamp", change.clamp.direction) if change.clamp is not None else 0
-        except BaseException:
-            for entry in held:
-                self.pool.release(entry)
-            raise
-        self._held[site, slot] = held
-        self.bias[site, slot] = bias
-        self.rank[site, slot] = affine.rank
-        self.complex[site, slot] = affine.rank > 0 or affine.keep != 1.0 or change.clamp is not None or change.normalize
-        if not self.complex[site, slot]:  # the rest is zero
-            return
         if self.reads is not None and self.writes is not None:
-            self.reads[site, slot, : affine.rank] = torch.tensor(reads, dtype=torch.int32)
-            self.writes[site, slot, : affine.rank] = torch.tensor(writes, dtype=torch.int32)
+            pairs = torch.tensor(held[1 : 1 + 2 * affine.rank], dtype=torch.int32).view(2, -1)
+            self.reads[site, slot, : affine.rank], self.writes[site, slot, : affine.rank] = pairs
         if self.forget is not None:
             self.forget[site, slot] = 1.0 - affine.keep
         if self.clamp is not None and self.bounds is not None and change.clamp is not None:
-            self.clamp[site, slot] = clamp
+            self.clamp[site, slot] = held[-1]
             bounds = (change.clamp.low, change.clamp.high, change.clamp.strength)
             self.bounds[site, slot] = torch.tensor(bounds, dtype=torch.float32)
         self.normalize[site, slot] = change.normalize
@@ -119,12 +126,7 @@ class RouterTables:
         assert lowered is not None
         assert plan is not None
         assert draw is not None
-        up = self.pool.acquire((key, "raised"), lambda: raised)
-        try:
-            down = self.pool.acquire((key, "lowered"), lambda: lowered)
-        except BaseException:
-            self.pool.release(up)
-            raise
+        up, down = self.pool.acquire_all([((key, "raised"), raised), ((key, "lowered"), lowered)])
         self.raised[site, slot], self.lowered[site, slot] = up, down
         self.plan[site, slot], self.draw[site, slot] = plan, draw
         self.active[site, slot] = True

@@ -98,10 +98,10 @@ def numbers_digest(kind: str, numbers: Mapping[str, NDArray[np.float32]], metada
     """
     digest = hashlib.sha256(f"steergate/1/{kind}\0".encode())
     for path in sorted(numbers):
-        elements = np.asarray(numbers[path], dtype="<f4")
+        elements = np.ascontiguousarray(numbers[path], dtype="<f4")
         digest.update(f"{path}\0".encode())
         digest.update(elements.size.to_bytes(8, "little"))
-        digest.update(elements.tobytes())
+        digest.update(elements.data)
     if metadata:
         digest.update(json.dumps(metadata, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
     return digest.hexdigest()

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from steergate_server.algorithms.base import BaseSteerVectorAlgorithm
 from steergate_server.algorithms.registry import create_algorithm, get_algorithm, works_on_parts
-from steergate_server.graph.affine import Lowered, NotLowerableError, compose
+from steergate_server.graph.affine import Lowered, NotLowerableError, SiteChange, compose
 from steergate_server.graph.kernels import added_rows, router_change, table_change
 from steergate_server.graph.pools import Pool, Slots
 from steergate_server.graph.tables import RouterTables, SiteTables
@@ -99,51 +99,37 @@ class SlotBook:
 
     def _build(self, slot: int, content: tuple[tuple[int, Hashable], ...], at_sites: AtSites, in_tables: bool) -> None:
         touched = self._touched[slot] = []
+        # By tables, what is written to them: all at once, since every write to a device has its price.
+        changes: dict[int, list[tuple[int, Hashable, SiteChange]]] = {}
         try:
             for key, site in zip(content, sorted(at_sites, key=self._number.__getitem__), strict=True):
-                self._install(slot, key, site, at_sites[site], in_tables)
-                touched.append(key[0])
+                number, vectors = key[0], at_sites[site]
+                whole, (tables, local) = self._sites[number], self._local[number]
+                payloads = [self._payloads.layer(vector, site, whole.width) for vector in vectors]
+                if not in_tables:
+                    self._programs[number, slot] = [
+                        _prepared(vector, payload, whole.part)
+                        for vector, payload in zip(vectors, payloads, strict=True)
+                    ]
+                elif isinstance(tables, RouterTables):
+                    tables.write(local, slot, key, _router_tables(vectors, payloads))
+                else:
+                    change = _site_change(vectors, payloads, whole)
+                    changes.setdefault(id(tables), []).append((number, key, change))
+                    continue
+                touched.append(number)
+            for several in changes.values():
+                places = [self._local[number] for number, _, _ in several]
+                tables = places[0][0]
+                assert isinstance(tables, SiteTables)
+                tables.write(
+                    slot, [(local, key, change) for (_, local), (_, key, change) in zip(places, several, strict=True)]
+                )
+                touched += [number for number, _, _ in several]
             self.touches[:, slot] = torch.from_numpy(self.sites_of(slot))
         except BaseException:
             self._clear(slot)
             raise
-
-    def _install(
-        self,
-        slot: int,
-        key: tuple[int, Hashable],
-        site: SiteName,
-        vectors: Sequence[PlannedVector],
-        in_tables: bool,
-    ) -> None:
-        number = key[0]
-        whole = self._sites[number]
-        payloads = [self._payloads.layer(vector, site, whole.width) for vector in vectors]
-        if not in_tables:
-            self._programs[number, slot] = [
-                _prepared(vector, payload, whole.part) for vector, payload in zip(vectors, payloads, strict=True)
-            ]
-            return
-        tables, local = self._local[number]
-        for vector in vectors:
-            if get_algorithm(vector.algorithm).graph_family is None:
-                raise SteeringError("not_lowerable", f"algorithm `{vector.algorithm}` does not lower into the graph")
-        lowered = [_lowered(vector, payload, whole.part) for vector, payload in zip(vectors, payloads, strict=True)]
-        if isinstance(tables, RouterTables):
-            if len(lowered) > 1:
-                raise SteeringError("not_lowerable", "two router vectors at the same site have no closed form")
-            tables.write(local, slot, key, lowered[0])
-            return
-        families = [get_algorithm(vector.algorithm).graph_family or "" for vector in vectors]
-        parts = [
-            Lowered(family, table, vector.normalize)
-            for family, table, vector in zip(families, lowered, vectors, strict=True)
-        ]
-        try:
-            change = compose(parts, whole.own_width)
-        except NotLowerableError as error:
-            raise SteeringError("not_lowerable", str(error)) from None
-        tables.write(local, slot, key, change)
 
     def _clear(self, slot: int) -> None:
         for number in self._touched.pop(slot):
@@ -239,6 +225,33 @@ class SlotBook:
     def pool_capacity(self) -> int:
         """Bytes of the pools."""
         return sum(tables.pool.capacity * tables.pool.row_bytes for tables in self._tables.values())
+
+
+def _site_change(vectors: Sequence[PlannedVector], payloads: Sequence[Any], site: Site) -> SiteChange:
+    """What vectors, in order, do at a site. Raises SteeringError (`not_lowerable`)."""
+    parts = [
+        Lowered(_family(vector), _lowered(vector, payload, site.part), vector.normalize)
+        for vector, payload in zip(vectors, payloads, strict=True)
+    ]
+    try:
+        return compose(parts, site.own_width)
+    except NotLowerableError as error:
+        raise SteeringError("not_lowerable", str(error)) from None
+
+
+def _router_tables(vectors: Sequence[PlannedVector], payloads: Sequence[Any]) -> dict[str, torch.Tensor | None]:
+    for vector in vectors:
+        _family(vector)
+    if len(vectors) > 1:
+        raise SteeringError("not_lowerable", "two router vectors at the same site have no closed form")
+    return _lowered(vectors[0], payloads[0], None)
+
+
+def _family(vector: PlannedVector) -> str:
+    family = get_algorithm(vector.algorithm).graph_family
+    if family is None:
+        raise SteeringError("not_lowerable", f"algorithm `{vector.algorithm}` does not lower into the graph")
+    return family
 
 
 def _lowered(vector: PlannedVector, payload: Any, part: tuple[int, int] | None) -> dict[str, torch.Tensor | None]:

@@ -160,11 +160,11 @@ def tensors_of(made):
 def test_a_slot_is_written_and_cleared_again():
     made = tables()
     kept = [id(tensor) for tensor in tensors_of(made)]
-    made.write(1, 2, "key", change(1.0, 2.0, clamp=Clamp(row(1), -1.0, 2.0, 0.5), normalize=True))
+    made.write(2, [(1, "key", change(1.0, 2.0, clamp=Clamp(row(1), -1.0, 2.0, 0.5), normalize=True))])
     assert made.pool.used == 4
     assert made.rank[1, 2] == 1
     assert made.complex[1, 2]
-    made.write(1, 3, "key", change(1.0, 2.0))
+    made.write(3, [(1, "key", change(1.0, 2.0))])
     assert made.pool.used == 4
     made.clear(1, 2)
     assert made.pool.used == 3
@@ -182,7 +182,7 @@ def test_a_slot_is_written_and_cleared_again():
 def test_tables_hold_nothing_of_what_does_not_fit_the_pool(entries):
     made = tables(entries=entries)
     with pytest.raises(CapacityError):
-        made.write(0, 1, "key", change(1.0, 2.0))
+        made.write(1, [(0, "key", change(1.0, 2.0))])
     assert made.pool.used == 0
     assert not made.pool.rows.any()
     assert not any(tensor.any() for tensor in tensors_of(made))
@@ -191,7 +191,7 @@ def test_tables_hold_nothing_of_what_does_not_fit_the_pool(entries):
 def test_tables_hold_nothing_of_a_rank_over_the_limit():
     made = tables(rank=1)
     with pytest.raises(CapacityError, match="rank"):
-        made.write(0, 1, "key", change(1.0, 2.0, rank=2))
+        made.write(1, [(0, "key", change(1.0, 2.0, rank=2))])
     assert made.pool.used == 0
 
 
@@ -199,7 +199,7 @@ def test_tables_hold_nothing_of_a_rank_over_the_limit():
 def test_tables_hold_nothing_of_what_overflows(numbers):
     made = tables(torch.float16)
     with pytest.raises(OverflowError):
-        made.write(0, 1, "key", change(*numbers))
+        made.write(1, [(0, "key", change(*numbers))])
     assert made.pool.used == 0
     assert not made.pool.rows.any()
     assert not any(tensor.any() for tensor in tensors_of(made))

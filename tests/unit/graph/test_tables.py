@@ -64,7 +64,7 @@ def apply(cases, normalize, rows, dtype):
     for number, case in enumerate(cases):
         algorithm = get_algorithm(case.name)
         parts = [Lowered(algorithm.graph_family, algorithm.graph_lower(case.payload, case.scale), normalize[number])]
-        tables.write(1, number + 1, number, compose(parts, width))
+        tables.write(number + 1, [(1, number, compose(parts, width))])
     slots = torch.arange(len(rows)) % (1 + len(cases))
     return slots, rows + table_change(rows, slots, 1, tables, int(tables.rank.max()))
 

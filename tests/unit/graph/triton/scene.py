@@ -117,7 +117,7 @@ def fill(made: Scene, rng: np.random.Generator) -> None:
     for number, slot in enumerate((*STATIC, *ADDING)):
         kind = kinds[number % len(kinds)] if slot in STATIC else "bias"
         made.changes[slot] = _change(rng, kind, made)
-        made.tables.write(LOCAL, slot, (slot, int(rng.integers(2**40))), made.changes[slot])
+        made.tables.write(slot, [(LOCAL, (slot, int(rng.integers(2**40))), made.changes[slot])])
         made.touches[SITE, slot] = True
     for request in range(1, REQUESTS):
         for number in range(made.lanes.look.shape[1]):
