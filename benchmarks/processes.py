@@ -32,6 +32,8 @@ class Remote:
     """One engine in a process of its own."""
 
     def __init__(self, kind: str, **settings: Any) -> None:
+        # Its processes end at once (see _serve), and Python's tracker, which then cleans up after them, says so.
+        os.environ["PYTHONWARNINGS"] = "ignore:resource_tracker:UserWarning"
         context = multiprocessing.get_context("spawn")
         self.kind = kind
         self._connection, there = context.Pipe()

@@ -365,9 +365,9 @@ def _refuse_zeros(
 
 def _rank(source: Resolved, algorithm: str) -> int:
     """Rank of a low-rank payload as its algorithm counts it; 0 for others."""
-    shapes = {name: SimpleNamespace(shape=shape) for name, shape in source.outline.shapes.items()}
     if source.outline.widths:
         return 0
+    shapes = {name: SimpleNamespace(shape=shape) for name, shape in source.outline.shapes.items()}
     return get_algorithm(algorithm).wire_rank(SimpleNamespace(**shapes)) or 0
 
 

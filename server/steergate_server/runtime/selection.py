@@ -84,6 +84,9 @@ class Selection(NamedTuple):
 def select(clauses: Sequence[Where], prompt: Sequence[int] | NDArray[np.int64], max_length: int) -> Selection:
     """Resolve the clauses of a plan's vectors against a prompt; `max_length` bounds the rows of the request."""
     length = len(prompt)
+    if not clauses:
+        nothing = np.zeros(0, dtype=np.int64)
+        return Selection(np.zeros(length, dtype=np.int64), _NONE, _NONE, nothing, nothing, nothing)
     ids = np.asarray(prompt, dtype=np.int64)
     later = max(1, max_length - length)
     if all(is_phase_only(where) for where in clauses):
@@ -104,6 +107,10 @@ def select(clauses: Sequence[Where], prompt: Sequence[int] | NDArray[np.int64], 
         if where.exclude_generation_tokens is not None:
             excluded |= bit * np.isin(tokens, where.exclude_generation_tokens)
     return Selection(prompt_masks, certain, possible, tokens, included, excluded)
+
+
+_NONE = np.zeros(1, dtype=np.int64)
+"""That of generated rows which no vector selects. Nobody may write to it."""
 
 
 def is_phase_only(where: Where) -> bool:

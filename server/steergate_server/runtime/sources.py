@@ -108,8 +108,7 @@ class Sources:
         self._names.hold(entry.digest)
         held.append(entry.digest)
         sites = pick(entry.outline.sites, source.layers, source.hook, path, where)
-        for site in sites:
-            self.check_site(site, entry.outline.widths[site], where, Place(name, name, name))
+        self._check_outline(entry.outline, sites, name, where)
         return Resolved(entry.outline, sites, inline=False)
 
     def _held(self, source: DigestVec, kind: VectorKind, path: Path, where: ParamWriter, held: list[str]) -> Resolved:
@@ -123,9 +122,15 @@ class Sources:
         if kind == "probe" and known.zeros:
             raise SteeringError("zero_vector", "A probe of zeros never tells rows apart.", where(digest))
         sites = pick(known.sites, source.layers, source.hook, path, where)
-        for site in sites:
-            self.check_site(site, known.widths[site], where, Place(digest, digest, digest))
+        self._check_outline(known, sites, digest, where)
         return Resolved(known, sites, inline=False)
+
+    def _check_outline(self, known: Outline, sites: Sequence[SiteName], path: Path, where: ParamWriter) -> None:
+        """Check the sites that are meant of a payload that the server holds; path: what is to blame."""
+        if known.widths.items() <= self._width.items():  # all of them at once, which is nearly always so
+            return
+        for site in sites:
+            self.check_site(site, known.widths[site], where, Place(path, path, path))
 
     def check_payload(self, payload: Payload, path: Path, where: ParamWriter) -> None:
         """Check the sites and widths that a payload names against the model."""
