@@ -207,8 +207,10 @@ class Controller:
 
     def _lay_gates(self, layout: StepLayout) -> None:
         lanes, rows = self.lanes, layout.rows
-        source = self._live.source_by_phase[layout.request, layout.phase]
-        layout.sources = sources_of(source, layout.request, layout.first, self._device)
+        if layout.used_lanes > 1:
+            source = self._live.source_by_phase[layout.request, layout.phase]
+            layout.sources = sources_of(source, layout.request, layout.first, self._device)
+        lanes.weight[:rows, 1:] = 0.0
         lanes.look[:rows] = torch.from_numpy(self._live.look_by_phase[layout.request, layout.phase])
         lanes.score[:rows] = float("nan")
         lanes.fired[:rows] = False
