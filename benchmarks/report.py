@@ -130,6 +130,7 @@ def op_table(timings: Sequence[OpTiming]) -> str:
 def prefix_table(length: int, shares: Mapping[str, float]) -> str:
     """Shares of a long prompt that were found in the prefix cache."""
     plain = next(iter(shares.values()))
+    assert plain > 0, "the prefix cache is off"
     rows = [[name, f"{share:.4f}", "met" if share == plain else "missed"] for name, share in shares.items()]
     return table([f"prefix cache, {length} tokens shared", "share found", "as stock vLLM"], rows)
 

@@ -90,9 +90,8 @@ def _request_of(plan: Plan) -> SteeringRequest | None:
         # What it holds was checked when it was built, and may be large.
         return plan.request
     sent = _sent(plan)
-    if isinstance(sent, SteeringRequest):
-        return checked(sent, SteeringRequest, "steering")
     if isinstance(sent, list):
+        # Text of our own has no member twice, so nobody looks for one.
         return SteeringRequest(gates=checked(sent, list[SteeringGate], "steering"))
     return _decoded(sent)
 
@@ -110,7 +109,7 @@ def _sent(plan: Any) -> Any:
     return list(gates)
 
 
-def _decoded(sent: bool) -> SteeringRequest | None:
+def _decoded(sent: SteeringRequest | bool) -> SteeringRequest | None:
     try:
         return decode_steering(wire_bytes(sent)) or None
     except SteeringError as error:

@@ -263,9 +263,12 @@ class Admission:
         except TooManySetsError as error:
             raise SteeringError("over_capacity", f"The request can never fit: {error}.", admitted.where(())) from None
         for mask in masks if self.config.graph_mode == "in_graph" else ():
-            at_sites = stack.at_sites(mask)
-            # Most sites have the very same vectors, which are looked at once.
-            for site, vectors in {id(vectors): (site, vectors) for site, vectors in at_sites.items()}.values():
+            # Most sites have the very same vectors, which are looked at once, at the first of them.
+            seen: set[int] = set()
+            for site, vectors in stack.at_sites(mask).items():
+                if id(vectors) in seen:
+                    continue
+                seen.add(id(vectors))
                 problem = lowering_problem(vectors, self.config.graph_max_rank)
                 if problem is not None:
                     raise SteeringError(

@@ -110,6 +110,7 @@ class Controller:
         """Release everything that a request held and zero its state. Unknown ids are requests without steering."""
         live = self._live.finish(request_id)
         if live is not None:
+            self._layout = None
             self._history.pop(live.number, None)
             self.state.clear(live.number)
         if not self._live:
@@ -148,7 +149,9 @@ class Controller:
     # A step -----------------------------------------------------------------------------------------------------
 
     def begin_step(self, geometry: StepGeometry) -> None:
-        """Lay out the lanes of a step. Nothing of an earlier step is left in them."""
+        """Lay out the lanes of a step. Nothing of an earlier step is left in them that an op would go by."""
+        # Also where the step before was never ended.
+        self._end_step()
         # First of all: whoever abandons a step that could not be laid out must know whose it was.
         self._geometry = geometry
         layout, self._layout = self._layout, None

@@ -122,10 +122,10 @@ class SlotBook:
                 places = [self._local[number] for number, _, _ in several]
                 tables = places[0][0]
                 assert isinstance(tables, SiteTables)
+                touched += [number for number, _, _ in several]  # before: a write may fail halfway
                 tables.write(
                     slot, [(local, key, change) for (_, local), (_, key, change) in zip(places, several, strict=True)]
                 )
-                touched += [number for number, _, _ in several]
             self.touches[:, slot] = torch.from_numpy(self.sites_of(slot))
         except BaseException:
             self._clear(slot)
@@ -169,10 +169,6 @@ class SlotBook:
     def places(self) -> list[tuple[SiteTables | RouterTables, int]]:
         """By site: its tables, and its number in them."""
         return self._local
-
-    def takes_vectors(self, site: int) -> bool:
-        """Whether gates' vectors can act at a site. At a router none can."""
-        return isinstance(self._local[site][0], SiteTables)
 
     def added(self, site: int, entries: torch.Tensor) -> torch.Tensor:
         """What slots that are no more than a bias at a site add there, [n, width] float32, a copy; entries [n]: of

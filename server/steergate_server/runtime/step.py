@@ -30,9 +30,11 @@ class Spread(NamedTuple):
 class StepLayout:
     """What is known of a step on the host once its requests are known, and what its ops look up but once.
 
-    By request of the step: our `numbers`, the row at which each is `first` and `last`. By row: the `request`'s number,
-    `position`, `phase`. By site: `probed`, `active`, `visited` (either), `needs_value`, `rank`. `used_lanes`: static
-    steering's, and those of the most gates that a request has. `carries`: some gate's firings matter to later rows.
+    By request: our `numbers`, and the row at which each is `first`. By row: the `request`'s number, `position`,
+    `phase`. By site: `probed`, `active`, `visited` (either), `needs_value`, `rank`. `spread`: requests whose static
+    slots are laid out row by row. `used_lanes`: static steering's, and those of the most gates that a request has.
+    `attenuated`, `locked`: some request is attenuated, has a locked default. `carries`: some gate's firings matter to
+    later rows. `last`, `last_request`: of the steered requests, their last rows and their numbers, on the device.
     `watched`: requests by id whose books want to know what their gates see, with their last rows.
     """
 
@@ -71,12 +73,12 @@ class StepLayout:
         self.last = torch.from_numpy(last[steered]).to(device)
         self.last_request = torch.from_numpy(numbers[steered]).to(device)
         self.replays = False
-        """Some row was computed before, so that its firings are forced."""
+        """Some live request has a history to follow, so that firings may be forced."""
         self.sources: Sources | None = None
         self.reach: StepReach | None = None
         self.looks: dict[int, Looks] | None = None
         self._starts_at = live.prompt_length[numbers]
-        one_row_each = self.rows == len(numbers)
+        one_row_each = bool((geometry.counts == 1).all())
         self._may_go_on = one_row_each and not self.spread and bool((self.phase == GENERATED).all())
         self._kept: dict[tuple[str, int], list[torch.Tensor]] = {}
         self._room = _MOST_KEPT_BYTES if self._may_go_on else 0
@@ -88,7 +90,7 @@ class StepLayout:
             self._may_go_on
             and live.version == self.version
             and geometry.request_ids == self.request_ids
-            and geometry.rows == self.rows
+            and bool((geometry.counts == 1).all())
             and bool((geometry.starts >= self._starts_at).all())
         )
 
