@@ -9,7 +9,8 @@ import openai
 import pytest
 
 from sdk.player import APPLIED, CONTRACT, Played, chat_body
-from steergate import Steering, SteeringNotAppliedError, When, Where, assert_applied, steering_body
+from steergate import InvalidSteering, Steering, SteeringNotAppliedError, When, Where, assert_applied, steering_body
+from steergate._generated import models
 
 CALM = When.always().scope("rest_of_conversation").add("calm")
 PLAN = Steering().vector([0.5, -1.0], layers=3, where=Where.answer()).gate(CALM)
@@ -33,6 +34,14 @@ def test_gates_are_sent_as_a_list():
 )
 def test_nothing_asked_is_nothing_sent(plan, body):
     assert steering_body(plan) == body
+
+
+def test_keys_that_are_one_member_in_json_are_refused():
+    steer = models.NamedVec(name="calm")
+    spec = models.VectorSpec(steer=steer, where=Where.answer(), algorithm="own", params={1: 2, "1": 3})
+    with pytest.raises(InvalidSteering, match="twice") as refused:
+        steering_body(models.SteeringRequest(vectors=[spec]))
+    assert (refused.value.code, refused.value.param) == ("invalid_json", "steering.vectors[0].params.1")
 
 
 def test_what_is_no_plan_is_a_type_error():

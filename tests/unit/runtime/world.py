@@ -205,6 +205,7 @@ def geometry(spans: Sequence[tuple[str, int, int]]) -> StepGeometry:
 def assert_nothing_is_left(control: Controller) -> None:
     """No request left a trace."""
     assert control.live == 0
+    assert control._layout is None
     assert control.lanes_nonzero() == 0
     assert control.book.slots.used == 0
     assert control.book.pool_used == 0
