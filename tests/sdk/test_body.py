@@ -38,10 +38,10 @@ def test_nothing_asked_is_nothing_sent(plan, body):
 
 def test_keys_that_are_one_member_in_json_are_refused():
     steer = models.NamedVec(name="calm")
-    spec = models.VectorSpec(steer=steer, where=Where.answer(), algorithm="own", params={1: 2, "1": 3})
+    spec = models.VectorSpec(steer=steer, where=models.Where(answer="all"), algorithm="own", params={1: 2, "1": 3})
     with pytest.raises(InvalidSteering, match="twice") as refused:
         steering_body(models.SteeringRequest(vectors=[spec]))
-    assert (refused.value.code, refused.value.param) == ("invalid_json", "steering.vectors[0].params.1")
+    assert (refused.value.code, refused.value.param) == ("invalid_json", 'steering.vectors[0].params["1"]')
 
 
 def test_what_is_no_plan_is_a_type_error():
