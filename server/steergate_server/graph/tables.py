@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from itertools import islice
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from steergate_server.graph.affine import SiteChange
 from steergate_server.graph.pools import CapacityError, Pool
@@ -20,8 +18,8 @@ class SiteTables:
     """Tables of the families that the declared algorithms need, for `sites` sites and `slots` slots.
 
     bias: pool entry of b. reads, writes [.., max_rank]: pool entries of the pairs (p, q) of x + (x.p) q. forget
-    float32: 1 - a. clamp: pool entry of u; bounds [.., 3] float32: low, high, strength. normalize bool. The host keeps
-    each column's rank, and whether it is more than a bias.
+    float32: 1 - a. clamp: pool entry of u; bounds [.., 3] float32: low, high, strength. normalize bool. `rank`, on
+    the host: of each (site, slot) that is more than a bias.
     """
 
     def __init__(
@@ -40,8 +38,7 @@ class SiteTables:
         self.clamp = table() if "clamp" in families else None
         self.bounds = table(3, dtype=torch.float32) if "clamp" in families else None
         self.normalize = table(dtype=torch.bool)
-        self.rank: NDArray[np.int64] = np.zeros((sites, slots), dtype=np.int64)
-        self.complex: NDArray[np.bool_] = np.zeros((sites, slots), dtype=bool)
+        self.rank: dict[tuple[int, int], int] = {}
         self._held: dict[tuple[int, int], list[int]] = {}
 
     def write(self, slot: int, changes: Sequence[tuple[int, Hashable, SiteChange]]) -> None:
@@ -67,11 +64,8 @@ class SiteTables:
             held = list(islice(entries, 1 + 2 * rank + (change.clamp is not None)))
             self._held[site, slot] = held
             biases.append(held[0])
-            self.rank[site, slot] = rank
-            self.complex[site, slot] = (
-                rank > 0 or change.affine.keep != 1.0 or change.clamp is not None or change.normalize
-            )
-            if self.complex[site, slot]:
+            if rank > 0 or change.affine.keep != 1.0 or change.clamp is not None or change.normalize:
+                self.rank[site, slot] = rank
                 self._write_complex(site, slot, change, held)
         sites = torch.tensor([site for site, _, _ in changes])
         self.bias[sites, slot] = torch.tensor(biases, dtype=torch.int32, device=self.bias.device)
@@ -93,12 +87,10 @@ class SiteTables:
     def clear(self, site: int, slot: int) -> None:
         """Make a slot mean nothing at a site again, and give its rows back."""
         self.bias[site, slot] = 0
-        if self.complex[site, slot]:
+        if self.rank.pop((site, slot), None) is not None:
             for table in (self.reads, self.writes, self.forget, self.clamp, self.bounds, self.normalize):
                 if table is not None:
                     table[site, slot] = 0
-        self.rank[site, slot] = 0
-        self.complex[site, slot] = False
         for entry in self._held.pop((site, slot), ()):
             self.pool.release(entry)
 

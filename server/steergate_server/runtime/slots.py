@@ -154,7 +154,7 @@ class SlotBook:
         for number in self._touched[slot]:
             tables, local = self._local[number]
             in_program = (number, slot) in self._programs
-            found[number] = in_program or isinstance(tables, RouterTables) or tables.complex[local, slot]
+            found[number] = in_program or isinstance(tables, RouterTables) or (local, slot) in tables.rank
         return found
 
     def ranks(self, slot: int) -> NDArray[np.int64]:
@@ -162,7 +162,7 @@ class SlotBook:
         found = np.zeros(len(self._sites), dtype=np.int64)
         for number in self._touched[slot]:
             tables, local = self._local[number]
-            found[number] = tables.rank[local, slot] if isinstance(tables, SiteTables) else 0
+            found[number] = tables.rank.get((local, slot), 0) if isinstance(tables, SiteTables) else 0
         return found
 
     @property

@@ -66,7 +66,7 @@ def apply(cases, normalize, rows, dtype):
         parts = [Lowered(algorithm.graph_family, algorithm.graph_lower(case.payload, case.scale), normalize[number])]
         tables.write(number + 1, [(1, number, compose(parts, width))])
     slots = torch.arange(len(rows)) % (1 + len(cases))
-    return slots, rows + table_change(rows, slots, 1, tables, int(tables.rank.max()))
+    return slots, rows + table_change(rows, slots, 1, tables, max(tables.rank.values(), default=0))
 
 
 @settings(max_examples=150, deadline=None)

@@ -216,7 +216,8 @@ def assert_nothing_is_left(control: Controller) -> None:
     assert not control.book.faults
     for tables, _ in control.book._local:
         assert not tables.pool.rows.any()
-        assert not any(value.any() for value in vars(tables).values() if isinstance(value, torch.Tensor | np.ndarray))
+        assert not any(value.any() for value in vars(tables).values() if isinstance(value, torch.Tensor))
+        assert not any(value for value in vars(tables).values() if isinstance(value, dict | set))
     for value in vars(control).values():
         if isinstance(value, np.ndarray) and value.ndim > 1:
             assert not value.any()
