@@ -12,6 +12,7 @@ from steergate_server.registry.numbers import StoredPayload
 from steergate_server.registry.spool import Spool
 from steergate_server.runtime.books import RequestBook
 from steergate_server.runtime.controller import Controller
+from steergate_server.runtime.history import History
 from steergate_server.runtime.plan import Plan, PlannedGate, PlannedVector, VectorGroup
 from steergate_server.schema.requests import Where
 from unit.runtime.world import SITES, STREAM, assert_nothing_is_left, controller, geometry
@@ -217,3 +218,30 @@ def test_several_rows_of_a_request_are_no_step_that_goes_on(numbers):
     control.add("a", plan_of(digests[0], generation="all"), [1], LONGEST)
     assert steered(control, [("a", 1, 1), ("plain", 1, 1)]) == [True, False]
     assert steered(control, [("a", 2, 2), ("plain", 2, 0)]) == [True, True]
+
+
+@pytest.mark.parametrize(("scope", "steered_rows"), [("rest_of_request", [2, 3]), ("next_step", [3])])
+def test_a_resumed_gate_follows_its_history_whatever_its_score_is_now(numbers, scope, steered_rows):
+    """It fired at row 2, though the rows that are computed again score far below its threshold; row 3 is new."""
+    spool, digests = numbers
+    control = controller(spool, "in_graph")
+    gate = PlannedGate(
+        when="probe", at="answer", scope=scope, apply="add", probe_digest=digests[0], probe_site=STREAM[0],
+        threshold=1.0, steer_digest=digests[1], steer_sites=STREAM[1:],
+    )  # fmt: skip
+    control.add("a", Plan(gates=(gate,)), [1, 2], LONGEST)
+    control.resume("a", History([[2]], 3))
+    control.begin_step(geometry([("a", 0, 4)]))
+    given = [torch.zeros(4, site.width) for site in SITES]
+    for number, hidden in enumerate(given):
+        control.steer(hidden, None, number)
+    control.end_step()
+    assert given[1].any(dim=1).nonzero().flatten().tolist() == steered_rows
+    # It goes on from what its history says, and at last without it.
+    for row in (4, 5, 6):
+        control.begin_step(geometry([("a", row, 1)]))
+        for number, site in enumerate(SITES):
+            control.steer(hidden := torch.zeros(1, site.width), None, number)
+            assert bool(hidden.any()) == (scope == "rest_of_request" and (site.hook, site.layer) in STREAM[1:])
+        control.end_step()
+    assert not control._history
