@@ -69,16 +69,8 @@ class StockSession:
 
     def begin(self, load: Load) -> float:
         """Add a load and prefill it; seconds until every request has its first token."""
-        from vllm import SamplingParams
-
         requests = list(zip(load.prompts(), self.plans(load), strict=True))
-        sampling = [
-            SamplingParams(
-                temperature=0.0, max_tokens=load.tokens + 8, ignore_eos=True, detokenize=False,
-                extra_args=None if plan is None else {"steergate": plan},
-            )
-            for _, plan in requests
-        ]  # fmt: skip
+        sampling = [_sampling(load.tokens + 8, plan) for _, plan in requests]
         self._tokens = {f"request-{load.seed}-{number}": [] for number in range(load.batch)}
         started = self.now()
         for request_id, (prompt, _), params in zip(self._tokens, requests, sampling, strict=True):
@@ -107,20 +99,15 @@ class StockSession:
     def prefix_hits(self, scenario: str, length: int, batch: int, seed: int) -> float:
         """The share of a prompt's first `length` tokens that requests find in the prefix cache, where one that has the
         same ran before them."""
-        from vllm import SamplingParams
-
         load = Load(scenario, batch, length, 4, seed)
         shared = load.prompts()[0]
         plans = self.plans(load)
         found: dict[str, int] = {}
         for names in ([0], range(1, batch)):
             for number in names:
-                prompt, plan = [*shared, *range(2 + 16 * number, 18 + 16 * number)], plans[number]
-                extra = None if plan is None else {"steergate": plan}
-                params = SamplingParams(
-                    temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False, extra_args=extra
-                )
-                self._engine.add_request(f"prefix-{seed}-{number}", {"prompt_token_ids": prompt}, params)
+                prompt = [*shared, *range(2 + 16 * number, 18 + 16 * number)]
+                name = f"prefix-{seed}-{number}"
+                self._engine.add_request(name, {"prompt_token_ids": prompt}, _sampling(4, plans[number]))
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     found[output.request_id] = output.num_cached_tokens
@@ -134,6 +121,16 @@ class StockSession:
         self._tokens = {}
         self._engine.step()  # the worker learns of the end with the next step
         return tokens
+
+
+def _sampling(tokens: int, plan: bytes | None) -> Any:
+    """Greedy sampling of so many tokens under an encoded plan."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False,
+        extra_args=None if plan is None else {"steergate": plan},
+    )  # fmt: skip
 
 
 class SteeredSession(StockSession):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.clock import Now
+from benchmarks.scenarios import ALWAYS, PROBED, gates, packed, vector
 from benchmarks.spread import spread
 
 WIDTH = 4096
@@ -49,10 +50,10 @@ def op(now: Now, rounds: int, dtype: str) -> list[OpTiming]:
             row = WIDTH * kind.itemsize
             cases: dict[str, tuple[Callable[[int], dict[str, Any]], int]] = {
                 # Read the rows and what is added, write the rows.
-                f"{rows} rows, one vector": (lambda _: _vector("steer-0"), 2 * rows * row + row),
-                f"{rows} rows, each its own vector": (lambda n: _vector(f"steer-{n}"), 3 * rows * row),
+                f"{rows} rows, one vector": (lambda _: vector("steer-0"), 2 * rows * row + row),
+                f"{rows} rows, each its own vector": (lambda n: vector(f"steer-{n}"), 3 * rows * row),
                 # The probe is float32.
-                f"{rows} rows, one gate that adds": (lambda _: _gate(), 2 * rows * row + row + 4 * WIDTH),
+                f"{rows} rows, one gate that adds": (lambda _: gates(1, ALWAYS), 2 * rows * row + row + 4 * WIDTH),
             }
             for name, (steering, size) in cases.items():
                 found.append(OpTiming(name, _time(control, admit, steering, rows, kind, now, rounds), size, limit))
@@ -106,7 +107,6 @@ def _world(folder: Path, kind: Any) -> tuple[Callable[[dict[str, Any]], Any], An
     import msgspec
     import torch
 
-    from benchmarks.scenarios import packed
     from steergate_server.registry.names import NameIndex
     from steergate_server.registry.spool import Spool
     from steergate_server.runtime.admission import Admission
@@ -122,7 +122,8 @@ def _world(folder: Path, kind: Any) -> tuple[Callable[[dict[str, Any]], Any], An
     for number in range(max(ROWS)):
         rows = msgspec.convert({"kind": "direction", "packed": packed(random, [0], WIDTH)}, DirectionPayload)
         names.register(f"steer-{number}", "steer", rows)
-    names.register("probe", "probe", rows)
+    names.register(f"probe-{PROBED[0]}", "probe", rows)
+    names.register("late", "steer", rows)
     control = Controller(
         config, sites, spool, dtype=kind, device=torch.device("cpu"), max_rows=max(ROWS), max_requests=max(ROWS)
     )
@@ -134,14 +135,3 @@ def _world(folder: Path, kind: Any) -> tuple[Callable[[dict[str, Any]], Any], An
         return admission.admit(request).plan
 
     return admit, control
-
-
-def _vector(name: str) -> dict[str, Any]:
-    where = {"prompt": "all", "generation": "all"}
-    return {"vectors": [{"steer": {"kind": "name", "name": name}, "where": where}]}
-
-
-def _gate() -> dict[str, Any]:
-    when = {"kind": "probe", "probe": {"kind": "name", "name": "probe"}, "threshold": -1e6}
-    apply = {"kind": "add", "steer": {"kind": "name", "name": "steer-0"}}
-    return {"gates": [{"when": when, "scope": "this_token", "apply": apply}]}

@@ -40,11 +40,13 @@ def _nothing(_: int) -> None:
     return None
 
 
-def _vector(name: str) -> dict[str, Any]:
+def vector(name: str) -> dict[str, Any]:
+    """A named vector at every row."""
     return {"vectors": [{"steer": {"kind": "name", "name": name}, "where": _EVERYWHERE}]}
 
 
-def _gates(count: int, threshold: float) -> dict[str, Any]:
+def gates(count: int, threshold: float) -> dict[str, Any]:
+    """Gates of named probes that add the vector `late`."""
     return {
         "gates": [
             {
@@ -64,13 +66,13 @@ def _gates(count: int, threshold: float) -> dict[str, Any]:
 STOCK = Scenario("stock", _nothing, None, False)
 CONTROL = Scenario("stock again", _nothing, None, False)
 IDLE = Scenario("idle", _nothing, 1.01, False)
-ONE_LAYER = Scenario("one layer", lambda _: _vector("single"), None, True)
-ALL_LAYERS = Scenario("all layers", lambda _: _vector("all-0"), 1.03, True)
-EACH_ITS_OWN = Scenario("each its own", lambda index: _vector(f"all-{index % DISTINCT}"), 1.05, True)
+ONE_LAYER = Scenario("one layer", lambda _: vector("single"), None, True)
+ALL_LAYERS = Scenario("all layers", lambda _: vector("all-0"), 1.03, True)
+EACH_ITS_OWN = Scenario("each its own", lambda index: vector(f"all-{index % DISTINCT}"), 1.05, True)
 GATES = tuple(
     Scenario(
         f"{count} gate{'s' * (count > 1)}, {'firing' if fires else 'quiet'}",
-        lambda _, count=count, fires=fires: _gates(count, ALWAYS if fires else NEVER),  # type: ignore[misc]
+        lambda _, count=count, fires=fires: gates(count, ALWAYS if fires else NEVER),  # type: ignore[misc]
         1.03 if count == 1 else 1.05,
         fires,
     )
@@ -82,7 +84,7 @@ DECODE_ONLY = Scenario(
     "vectors and gates on the answer",
     lambda index: {
         "vectors": [{"steer": {"kind": "name", "name": f"all-{index}"}, "where": {"generation": "all"}}],
-        **_gates(2, ALWAYS),
+        **gates(2, ALWAYS),
     },
     None,
     True,

@@ -118,22 +118,23 @@ def compose(vectors: list[Lowered], width: int) -> SiteChange:
 
     A clamp or a rescaling can only come last: what follows would have to see its result.
     """
-    change: SiteChange | None = None
+    nothing = identity(width)
+    change = SiteChange(nothing)
     for vector in vectors:
-        if change is not None and change.clamp is not None:
+        if change.clamp is not None:
             raise NotLowerableError("a clamp before another vector has no closed form")
-        if change is not None and change.normalize:
+        if change.normalize:
             raise NotLowerableError("normalize before another vector has no closed form")
-        before = None if change is None else change.affine
         if vector.family == "clamp":
-            change = SiteChange(before or identity(width), _clamp_of(vector.tables), vector.normalize)
-            continue
-        own = affine_of(vector.family, vector.tables, width)
-        if vector.normalize and len(vectors) > 1:
-            # The norm to keep is that of the row as this vector sees it, not as the site got it.
-            raise NotLowerableError("normalize beside another vector has no closed form")
-        change = SiteChange(_trimmed(own) if before is None else then(before, own), normalize=vector.normalize)
-    return change or SiteChange(identity(width))
+            change = change._replace(clamp=_clamp_of(vector.tables), normalize=vector.normalize)
+        else:
+            own = affine_of(vector.family, vector.tables, width)
+            affine = _trimmed(own) if change.affine is nothing else then(change.affine, own)
+            if vector.normalize and len(vectors) > 1:
+                # The norm to keep is that of the row as this vector sees it, not as the site got it.
+                raise NotLowerableError("normalize beside another vector has no closed form")
+            change = SiteChange(affine, normalize=vector.normalize)
+    return change
 
 
 def _clamp_of(tables: Tables) -> Clamp:

@@ -24,3 +24,8 @@ class StepGeometry(NamedTuple):
     def rows(self) -> int:
         """Rows of the step, padding left out."""
         return int(self.counts.sum())
+
+    @property
+    def one_row_each(self) -> bool:
+        """Whether every request runs exactly one row."""
+        return bool((self.counts == 1).all())

@@ -78,8 +78,7 @@ class StepLayout:
         self.reach: StepReach | None = None
         self.looks: dict[int, Looks] | None = None
         self._starts_at = live.prompt_length[numbers]
-        one_row_each = bool((geometry.counts == 1).all())
-        self._may_go_on = one_row_each and not self.spread and bool((self.phase == GENERATED).all())
+        self._may_go_on = geometry.one_row_each and not self.spread and bool((self.phase == GENERATED).all())
         self._kept: dict[tuple[str, int], list[torch.Tensor]] = {}
         self._room = _MOST_KEPT_BYTES if self._may_go_on else 0
 
@@ -90,7 +89,7 @@ class StepLayout:
             self._may_go_on
             and live.version == self.version
             and geometry.request_ids == self.request_ids
-            and bool((geometry.counts == 1).all())
+            and geometry.one_row_each
             and bool((geometry.starts >= self._starts_at).all())
         )
 

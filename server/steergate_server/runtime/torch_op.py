@@ -91,12 +91,7 @@ class TorchOp:
     def _added_change(self, step: StepLayout, site: int, reach: Reach, weight: torch.Tensor | None) -> torch.Tensor:
         """The change [n, width] float32 where every slot is no more than a bias. Not to be written to."""
         added = step.gathered("added", site, lambda: [self._book.added(site, lane) for lane in reach.entries])
-        change = added[0]
-        if weight is not None:
-            if step.attenuated:
-                change = change * weight[:, :1]
-            for lane in range(1, step.used_lanes):
-                change = torch.addcmul(change, added[lane], weight[:, lane : lane + 1])
+        change = _gated(step, added[0], added[1 : step.used_lanes], weight)
         return change + added[-1] if step.locked else change
 
     def _computed_change(
@@ -105,14 +100,9 @@ class TorchOp:
         """The change [n, width] float32 where a static one depends on the complete rows `value` [n, width]."""
         book, used, rank = self._book, step.used_lanes, step.rank[site]
         positions = rows_of(self._lanes.position, reach.rows)
-        change = book.change(site, reach.slots[:, 0], value, positions, rank)
-        if weight is not None:
-            if step.attenuated:
-                change = change * weight[:, :1]
-            # At a router there are no entries: gates' vectors do not act there.
-            added = step.gathered("added", site, lambda: [book.added(site, lane) for lane in reach.entries[1:used]])
-            for lane, vectors in enumerate(added, start=1):
-                change = torch.addcmul(change, vectors, weight[:, lane : lane + 1])
+        # At a router there are no entries: gates' vectors do not act there.
+        added = step.gathered("added", site, lambda: [book.added(site, lane) for lane in reach.entries[1:used]])
+        change = _gated(step, book.change(site, reach.slots[:, 0], value, positions, rank), added, weight)
         if not step.locked:
             return change
         return change + book.change(site, reach.slots[:, used], value + change, positions, rank)
@@ -140,3 +130,15 @@ class TorchOp:
         spoiled = ~in_range(changed) & in_range(before)
         self.spoiled.update(self._lanes.request[rows][spoiled].tolist())
         return torch.where(spoiled.unsqueeze(1), before, changed)
+
+
+def _gated(
+    step: StepLayout, static: torch.Tensor, added: Sequence[torch.Tensor], weight: torch.Tensor | None
+) -> torch.Tensor:
+    """A static change [n, width], times what gates leave of it, and what they add: a row [n, width] for each lane."""
+    if weight is None:
+        return static
+    change = static * weight[:, :1] if step.attenuated else static
+    for lane, rows in enumerate(added, start=1):
+        change = torch.addcmul(change, rows, weight[:, lane : lane + 1])
+    return change
